@@ -1,0 +1,1 @@
+"""TorchInductor passes for fully sharded data parallel graphs: re-gather, bucket, reorder."""

@@ -1,0 +1,1 @@
+"""Fully sharded data parallel training that the compiler can see."""

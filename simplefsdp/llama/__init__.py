@@ -1,0 +1,1 @@
+"""Llama 3.1: model, data, checkpoints and the trainer."""

@@ -1,0 +1,1 @@
+"""Tests of the two packages; `helpers` holds what they share."""
