@@ -1,7 +1,8 @@
 """What a user may choose about the passes: one frozen value that validates itself.
 
-Owns the names, units, defaults and accepted values of every option. Must not know graphs, costs, plans or torch: the
-value is plain data, so that it can be hashed, pickled into a compile cache key and sent to another rank.
+Owns the names, units, defaults and accepted values of every option. Must not know graphs, costs, plans or
+torch: the value is plain data, so that it can be hashed, pickled into a compile cache key and sent to another
+rank.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ PLANNERS = ("auto", "greedy", "block", "none")
 DEFAULT_MEMORY_BUDGET_GB = 4.0
 """Default of :attr:`PassConfig.memory_budget_gb`, in units of 10**9 bytes.
 
-Two blocks of a 70B Llama in bfloat16 take 3.4 GB, so the default holds what one-block-ahead prefetching holds there, is
-5 % of an 80 GB device, and lets an 8B model look nine blocks ahead.
+Two blocks of a 70B Llama in bfloat16 take 3.4 GB, so the default holds what one-block-ahead prefetching holds
+there, is 5 % of an 80 GB device, and lets an 8B model look nine blocks ahead.
 """
 
 _BYTES_PER_GB = 10**9
@@ -27,26 +28,26 @@ _SWITCHES = ("bucketing", "reorder", "move_compute")
 
 @dataclasses.dataclass(frozen=True)
 class PassConfig:
-    """Options of the compiler passes. Immutable, hashable, picklable; invalid values are refused on construction.
+    """Options of the compiler passes. Immutable, hashable, picklable; refuses invalid values on construction.
 
     Args:
         planner: Who decides the buckets and the place of each collective. ``"auto"`` searches for the shortest
-            modelled step, ``"greedy"`` extends a bucket while its communication fits under the compute that hides it,
-            ``"block"`` makes one bucket per module named in ``blocks``, ``"none"`` leaves collectives one by one, in
-            the order they were traced.
-        blocks: Modules that make a bucket each under ``planner="block"``: fully qualified names (``"layers.0"``),
-            globs over them (``"layers.*"``), class names (``"TransformerBlock"``) or classes. Under ``"auto"`` they
-            are one more candidate; the other planners ignore them.
-        memory_budget_gb: Upper bound, in 10**9 bytes, on what the passes may hold in flight beyond the traced order:
-            bytes gathered but not yet used plus gradients waiting to be reduced. ``0`` gathers each value when it is
-            needed and reduces each gradient when it exists; ``None`` sets no bound.
-        reshard: ``True`` gathers again in backward, ``False`` keeps gathered values from forward, ``None`` follows
-            each module's own ``reshard_after_forward``.
+            modelled step, ``"greedy"`` extends a bucket while its communication fits under the compute that
+            hides it, ``"block"`` makes one bucket per module named in ``blocks``, ``"none"`` leaves collectives
+            one by one, in the order they were traced.
+        blocks: Modules that make a bucket each under ``planner="block"``: fully qualified names
+            (``"layers.0"``), globs over them (``"layers.*"``), class names (``"TransformerBlock"``) or classes.
+            Under ``"auto"`` they are one more candidate; the other planners ignore them.
+        memory_budget_gb: Upper bound, in 10**9 bytes, on what the passes may hold in flight beyond the traced
+            order: bytes gathered but not yet used plus gradients waiting to be reduced. ``0`` gathers each value
+            when it is needed and reduces each gradient when it exists; ``None`` sets no bound.
+        reshard: ``True`` gathers again in backward, ``False`` keeps gathered values from forward, ``None``
+            follows each module's own ``reshard_after_forward``.
         bucketing: Merge collectives of equal group key.
         reorder: Move collective starts earlier and waits later.
         move_compute: Move independent compute under collectives that stay exposed.
-        profile: Hardware profile to plan with: the name of a shipped profile, or the path of a profile file ending in
-            ``.json``. ``None`` detects the device.
+        profile: Hardware profile to plan with: the name of a shipped profile, or the path of a profile file
+            ending in ``.json``. ``None`` detects the device.
         dump_dir: Directory for dumps of plans and schedules. ``None`` writes none.
 
     Raises:
