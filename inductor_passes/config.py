@@ -31,16 +31,16 @@ class PassConfig:
     """Options of the compiler passes. Immutable, hashable, picklable; refuses invalid values on construction.
 
     Args:
-        planner: Who decides the buckets and the place of each collective. ``"auto"`` searches for the shortest
-            modelled step, ``"greedy"`` extends a bucket while its communication fits under the compute that
-            hides it, ``"block"`` makes one bucket per module named in ``blocks``, ``"none"`` leaves collectives
-            one by one, in the order they were traced.
+        planner: Who decides the buckets and the place of each collective. ``"auto"`` searches for the
+            shortest modelled step, ``"greedy"`` extends a bucket while its communication fits under the compute
+            that hides it, ``"block"`` makes one bucket per module named in ``blocks``, ``"none"`` leaves
+            collectives one by one, in the order they were traced.
         blocks: Modules that make a bucket each under ``planner="block"``: fully qualified names
-            (``"layers.0"``), globs over them (``"layers.*"``), class names (``"TransformerBlock"``) or classes.
-            Under ``"auto"`` they are one more candidate; the other planners ignore them.
+            (``"layers.0"``), globs over them (``"layers.*"``), class names (``"TransformerBlock"``) or
+            classes. Under ``"auto"`` they are one more candidate; the other planners ignore them.
         memory_budget_gb: Upper bound, in 10**9 bytes, on what the passes may hold in flight beyond the traced
-            order: bytes gathered but not yet used plus gradients waiting to be reduced. ``0`` gathers each value
-            when it is needed and reduces each gradient when it exists; ``None`` sets no bound.
+            order: bytes gathered but not yet used plus gradients waiting to be reduced. ``0`` gathers each
+            value when it is needed and reduces each gradient when it exists; ``None`` sets no bound.
         reshard: ``True`` gathers again in backward, ``False`` keeps gathered values from forward, ``None``
             follows each module's own ``reshard_after_forward``.
         bucketing: Merge collectives of equal group key.
