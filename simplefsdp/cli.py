@@ -1,0 +1,69 @@
+"""The `simplefsdp` command: finds the subcommand and runs it.
+
+Owns: the table of subcommands and the exit code. Must not know: what a subcommand does; each is a module
+with a `main(argv) -> int` that is imported only when it is called, so that `--help` and typing mistakes
+answer at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+EXIT_USAGE = 2
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand.
+
+    Args:
+        module: module with `main(argv: list[str]) -> int`.
+        summary: one line for `simplefsdp --help`.
+    """
+
+    module: str
+    summary: str
+
+
+COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {
+        "train": Command("simplefsdp.llama.train", "train a sharded, compiled Llama"),
+    }
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `simplefsdp COMMAND [options]`.
+
+    Args:
+        argv: the arguments after the program's name; `None` takes them from `sys.argv`.
+
+    Returns:
+        The exit code: 0 success, 1 failure, 2 bad input.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage(), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else EXIT_USAGE
+    name, *rest = arguments
+    if name not in COMMANDS:
+        print(f"simplefsdp: unknown command {name!r}; use one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return EXIT_USAGE
+    code: int = importlib.import_module(COMMANDS[name].module).main(rest)
+    return code
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    rows = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["usage: simplefsdp COMMAND [options]", "", *rows, "", "simplefsdp COMMAND --help lists the options."]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
