@@ -13,8 +13,10 @@ A test asks the `workers` fixture for a pool and runs a module-level function on
         for result in workers(2).run(gathered, 3.0):
             assert torch.equal(result, torch.tensor([0.0, 3.0]))
 
-Processes outlive a call, because importing torch takes seconds; `worker._isolated` says what is reset in between. Use
-`workers(n).run` for anything that returns; a test that kills ranks on purpose can too: the pool notices and starts afresh.
+Processes are forked from a server process that has imported torch, so a new pool costs tenths of a second.
+They outlive a call (`worker._isolated` says what is reset in between) but not their test file, nor any failure:
+then they are killed, and the next call gets new ones. Process groups and meshes live as long as their process: use
+`tests.helpers.meshes.mesh`, which makes each only once.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,27 +45,25 @@ from tests.helpers.worker import (
     Ready,
     Returned,
     current_warning_filters,
+    main,
 )
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 # Wall-clock limits in seconds, sized for a busy machine with two cores.
 START_TIMEOUT_S = 150.0
 RUN_TIMEOUT_S = 60.0
-# gloo's own limit on one collective. Longer than any call, so that the pool's timeout, which dumps stacks, comes first.
+# gloo's own limit on one collective, longer than any call: the pool's timeout comes first, and dumps stacks.
 COLLECTIVE_TIMEOUT_S = 600
 # How long the other ranks get to report as well, once one rank failed. They may be stuck in a collective.
 FAILURE_GRACE_S = 2.0
 STACK_DUMP_WAIT_S = 1.0
 EXIT_GRACE_S = 2.0
 LOG_TAIL_CHARACTERS = 8000
-# Every process group a test makes holds sockets until its process ends. Replace the processes well before the usual
-# limit of 1024 open files.
-MAX_OPEN_FILES = 512
+# What the server process imports before it forks: the slow modules, which must start no thread.
+PRELOADED = ("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.tensor")
 
 
 class WorkerError(AssertionError):
-    """A call failed on some rank: it raised, died, or ran out of time. The message holds every rank's account.
+    """A call raised, died or ran out of time on some rank. The message holds every rank's account.
 
     Attributes:
         ranks: the ranks that failed, in ascending order.
@@ -77,9 +77,14 @@ class WorkerError(AssertionError):
 @dataclass(frozen=True)
 class _Worker:
     rank: int
-    process: subprocess.Popen[bytes]
+    process: BaseProcess
     connection: Connection
     log: Path
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None, "the process has been started"
+        return self.process.pid
 
     def log_tail(self) -> str:
         return self.log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:].strip()
@@ -110,7 +115,7 @@ class WorkerPool:
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids by rank; empty while no process runs."""
-        return tuple(worker.process.pid for worker in self._workers)
+        return tuple(worker.pid for worker in self._workers)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = RUN_TIMEOUT_S) -> list[Any]:
         """Call `function(rank, world_size, *args)` on every rank, with the default process group initialised.
@@ -131,24 +136,21 @@ class WorkerPool:
         """
         if not callable(function) or getattr(function, "__qualname__", ".").count("."):
             raise TypeError(
-                f"{function!r} cannot be sent to another process: define it with `def` at the top level of the test file"
+                f"{function!r} cannot be sent to another process: "
+                "define it with `def` at the top level of the test file"
             )
         message = pickle.dumps(Call(function, args, current_warning_filters()))
         try:
             if not self._workers:
                 self._start()
             for worker in self._workers:
-                worker.connection.send_bytes(message)
+                with contextlib.suppress(BrokenPipeError):  # it died since the last call: reported below
+                    worker.connection.send_bytes(message)
             replies = self._collect(Returned, timeout)
-        except (
-            BaseException
-        ):  # also KeyboardInterrupt and the test's own timeout: the ranks are out of step now
+        except BaseException:  # also KeyboardInterrupt and the test's timeout: ranks are out of step now
             self._kill()
             raise
-        results = [pickle.loads(replies[rank].payload) for rank in range(self.world_size)]
-        if any(self._open_files(worker) > MAX_OPEN_FILES for worker in self._workers):
-            self.close()
-        return results
+        return [pickle.loads(replies[rank].payload) for rank in range(self.world_size)]
 
     def close(self) -> None:
         """End every process and delete their logs. The pool stays usable: the next run starts new ones."""
@@ -156,18 +158,20 @@ class WorkerPool:
             worker.connection.close()  # an idle worker sees end-of-file and leaves on its own
         deadline = time.monotonic() + EXIT_GRACE_S
         for worker in self._workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(0.0, deadline - time.monotonic()))
+            worker.process.join(max(0.0, deadline - time.monotonic()))
         self._kill()
 
     def _kill(self) -> None:
         for worker in self._workers:
             worker.connection.close()
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(
-                    worker.process.pid, signal.SIGKILL
-                )  # its own session: takes compiler children along
-            worker.process.wait()
+            if worker.process.is_alive():
+                worker.process.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(
+                        worker.pid, signal.SIGKILL
+                    )  # it leads a group of its own: its children go along
+            worker.process.join()
+            worker.process.close()
         self._workers = []
         if self._directory is not None:
             self._directory.cleanup()
@@ -175,39 +179,27 @@ class WorkerPool:
 
     def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="workers-")
+        context = get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOADED))
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")])),
             "MASTER_ADDR": "127.0.0.1",
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.world_size),
             "GLOO_SOCKET_IFNAME": _loopback_interface(),
             "OMP_NUM_THREADS": "1",
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # compile in process: no pool of compiler children per rank
         }
         for rank in range(self.world_size):
-            parent_end, child_end = socket.socketpair()
+            parent_end, child_end = context.Pipe()
             log = Path(self._directory.name, f"rank{rank}.log")
-            with log.open("wb") as output, child_end:
-                process = subprocess.Popen(
-                    [
-                        *(sys.executable, "-m", "tests.helpers.worker"),
-                        *(
-                            str(child_end.fileno()),
-                            str(rank),
-                            str(self.world_size),
-                            str(COLLECTIVE_TIMEOUT_S),
-                        ),
-                    ],
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    cwd=REPOSITORY,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[child_end.fileno()],
-                    start_new_session=True,
-                )
-            self._workers.append(_Worker(rank, process, Connection(parent_end.detach()), log))
+            log.touch()
+            own_environment = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = context.Process(
+                target=main, args=(child_end, log, own_environment, COLLECTIVE_TIMEOUT_S), daemon=True
+            )
+            process.start()
+            child_end.close()
+            self._workers.append(_Worker(rank, process, parent_end, log))
         deadline = time.monotonic() + START_TIMEOUT_S
         listening = self._collect(Listening, deadline - time.monotonic(), ranks=(0,))[0]
         for worker in self._workers[1:]:
@@ -217,7 +209,7 @@ class WorkerPool:
     def _collect(
         self, expected: type, timeout: float, ranks: tuple[int, ...] | None = None
     ) -> dict[int, Any]:
-        """Wait for one message of type `expected` from each rank; return them by rank or raise `WorkerError`."""
+        """Wait for one message of type `expected` from each rank; return them by rank."""
         pending = {
             worker.connection: worker for worker in self._workers if ranks is None or worker.rank in ranks
         }
@@ -255,24 +247,18 @@ class WorkerPool:
         lines = [f"rank {rank} of {self.world_size} {accounts[rank]}" for rank in sorted(accounts)]
         raise WorkerError("\n".join(lines), tuple(sorted(accounts)))
 
-    @staticmethod
-    def _open_files(worker: _Worker) -> int:
-        directory = Path(f"/proc/{worker.process.pid}/fd")
-        return len(list(directory.iterdir())) if directory.exists() else 0
-
 
 def _account_of_death(worker: _Worker) -> str:
-    try:
-        status = f"exit status {worker.process.wait(EXIT_GRACE_S)}"
-    except subprocess.TimeoutExpired:
-        status = "its pipe closed"
+    worker.process.join(EXIT_GRACE_S)
+    code = worker.process.exitcode
+    status = "its pipe closed" if code is None else f"exit status {code}"
     return f"died ({status}); its output ends:\n{worker.log_tail()}"
 
 
 def _accounts_of_timeout(workers: list[_Worker], timeout: float) -> dict[int, str]:
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(worker.process.pid, STACK_DUMP_SIGNAL)
+            os.kill(worker.pid, STACK_DUMP_SIGNAL)
     time.sleep(STACK_DUMP_WAIT_S)
     return {
         worker.rank: f"did not finish within {timeout:g} s; its output and stacks end:\n{worker.log_tail()}"

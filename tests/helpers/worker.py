@@ -1,7 +1,7 @@
-"""The process a `WorkerPool` runs on each rank: join the gloo world, then serve one call at a time.
+"""What runs in each process of a `WorkerPool`: join the gloo world, then serve one call at a time.
 
-Owns: process set-up (threads, rendezvous, stack dumps), isolation between calls, and turning results and exceptions
-into bytes. Must not know: which tests exist, or how the parent schedules them.
+Owns: process set-up (threads, rendezvous, stack dumps), isolation between calls, and turning results and
+exceptions into bytes. Must not know: which tests exist, or how the parent schedules them.
 
 Messages on the pipe are pickles of the dataclasses below, in this order:
 
@@ -31,7 +31,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+import torch._inductor.config
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, missing from the stubs
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 # Sent by the parent to a worker that ran out of time: the worker writes the stacks of all threads to its log.
 STACK_DUMP_SIGNAL = signal.SIGUSR1
@@ -88,18 +98,13 @@ class _ResultPickler(pickle.Pickler):
     """Pickler that refuses values which mean something only inside the worker's process group."""
 
     def persistent_id(self, obj: object) -> None:
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.tensor import DTensor
-
         if isinstance(obj, DTensor):
             raise TypeError(
                 "a worker function returned a DTensor, which has no meaning in the parent process: "
                 "return tensor.to_local() or tensor.full_tensor()"
             )
         if isinstance(obj, DeviceMesh):
-            raise TypeError(
-                "a worker function returned a DeviceMesh, which has no meaning in the parent process"
-            )
+            raise TypeError("a worker function returned a DeviceMesh, which has no meaning in the parent")
 
 
 def current_warning_filters() -> tuple[WarningFilter, ...]:
@@ -109,8 +114,9 @@ def current_warning_filters() -> tuple[WarningFilter, ...]:
         return pattern.pattern if isinstance(pattern, re.Pattern) else pattern
 
     return tuple(
-        WarningFilter(action, text(message), category, text(module), lineno)
+        WarningFilter(action, text(message), kind, text(module), lineno)
         for action, message, category, module, lineno in warnings.filters
+        for kind in (category if isinstance(category, tuple) else (category,))
     )
 
 
@@ -130,11 +136,6 @@ def _install_warning_filters(filters: tuple[WarningFilter, ...]) -> None:
 @contextmanager
 def _isolated() -> Iterator[None]:
     """Give one call a fixed seed and fresh compiler state; put process-wide settings back afterwards."""
-    import torch
-    import torch._dynamo
-    import torch._functorch.config
-    import torch._inductor.config
-
     configs = (torch._dynamo.config, torch._functorch.config, torch._inductor.config)
     saved_configs = [config.get_config_copy() for config in configs]
     saved_environment = dict(os.environ)
@@ -161,8 +162,6 @@ def _isolated() -> Iterator[None]:
 
 
 def _serve(call: Call, rank: int, world_size: int) -> Returned | Raised:
-    import torch.distributed as dist
-
     try:
         with _isolated():
             _install_warning_filters(call.warning_filters)
@@ -170,7 +169,7 @@ def _serve(call: Call, rank: int, world_size: int) -> Returned | Raised:
             buffer = io.BytesIO()
             _ResultPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
             del value
-            # A rank that is ahead must not start the next call's collectives while another is still in this one.
+            # A rank that is ahead must not start the next call's collectives while another is in this one.
             dist.barrier()
     except BaseException as error:  # pytest's own outcomes derive from BaseException
         return Raised(f"{type(error).__name__}: {error}", traceback.format_exc())
@@ -178,40 +177,41 @@ def _serve(call: Call, rank: int, world_size: int) -> Returned | Raised:
 
 
 def _die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies, so that an interrupted run leaves no worker behind."""
+    """Ask Linux to kill this process when its parent dies: an interrupted run leaves no worker behind."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1  # linux/prctl.h
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def main(argv: list[str]) -> int:
-    """Serve calls until the parent closes the pipe.
+def main(connection: Connection, log: Path, environment: dict[str, str], collective_timeout_s: int) -> None:
+    """Join the world that `environment` describes and serve calls until the parent closes the pipe.
 
     Args:
-        argv: file descriptor of the pipe, rank, world size, seconds a collective may take.
-
-    Returns:
-        The process exit status.
+        connection: this rank's end of the pipe to the parent.
+        log: file that takes this rank's standard output and error.
+        environment: all environment variables, RANK and WORLD_SIZE included.
+        collective_timeout_s: seconds after which gloo gives up on a collective.
     """
-    descriptor, rank, world_size, collective_timeout_s = (int(text) for text in argv)
+    os.setsid()  # one signal to the group reaches children too
     _die_with_parent()
-    faulthandler.enable()
-    faulthandler.register(STACK_DUMP_SIGNAL, all_threads=True)
-    connection = Connection(descriptor)
-
-    import torch
-    import torch.distributed as dist
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    faulthandler.enable(file=2)
+    faulthandler.register(STACK_DUMP_SIGNAL, file=2, all_threads=True)
+    gc.freeze()  # the imports: collections between calls need not walk them
 
     torch.set_num_threads(1)
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     timeout = timedelta(seconds=collective_timeout_s)
     if rank == 0:
-        store = dist.TCPStore(
-            "127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False, timeout=timeout
-        )
+        store = TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False, timeout=timeout)
         connection.send(Listening(store.port))
     else:
         port = connection.recv().port
-        store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=timeout)
+        store = TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=timeout)
     os.environ["MASTER_PORT"] = str(store.port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     connection.send(Ready())
@@ -223,18 +223,10 @@ def main(argv: list[str]) -> int:
             break
         try:
             call = pickle.loads(message)
-        except Exception as error:  # the test's module does not import here
+        except Exception as error:  # the module of the function does not import here
             reply: Returned | Raised = Raised(f"{type(error).__name__}: {error}", traceback.format_exc())
         else:
             reply = _serve(call, rank, world_size)
             del call
         connection.send(reply)
     dist.destroy_process_group()
-    return 0
-
-
-if __name__ == "__main__":
-    # Run under the importable name: messages are pickled by reference to their module.
-    from tests.helpers import worker
-
-    sys.exit(worker.main(sys.argv[1:]))
