@@ -32,7 +32,7 @@ class PassConfig:
 
     Args:
         planner: Who decides the buckets and the place of each collective. ``"auto"`` searches for the
-            shortest modelled step, ``"greedy"`` extends a bucket while its communication fits under the compute
+            shortest modelled step, ``"greedy"`` extends a bucket while its communication fits under compute
             that hides it, ``"block"`` makes one bucket per module named in ``blocks``, ``"none"`` leaves
             collectives one by one, in the order they were traced.
         blocks: Modules that make a bucket each under ``planner="block"``: fully qualified names
