@@ -1,0 +1,119 @@
+"""Activation checkpointing of a Llama: recompute part of each block in backward instead of keeping it.
+
+Owns: what is kept and what is recomputed, and how a block is made to do so. Must not know: sharding. Apply
+it before ``simple_fsdp``: the recomputation reads parameters like any forward, so they are gathered again
+as needed.
+
+A block is checkpointed by giving it a subclass of its own class whose ``forward`` runs under
+``torch.utils.checkpoint``. Nothing is wrapped around it, so module and parameter names stay as they are,
+and the model can still be copied, pickled, compiled as one graph or block by block.
+
+[Note: what selective keeps]
+A block multiplies seven times, in the order q, k, v, o, gate, up, down. ``selective`` keeps
+
+- the output of attention, whose cost grows with the square of the sequence while its size does not; and
+- every second product, that is k, o and up, so that half of the recomputable matrix work is saved.
+
+Per byte kept, all products but ``down`` save the same work (2 ``dim`` operations per element). The count
+starts at the second one because the other half would include ``down``, whose output backward does not read:
+it is not recomputed in any mode (except, when compiled, for the last block), and keeping it would cost
+memory for nothing. Everything else, norms, rotary embedding, SiLU and the other products, is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import AbstractContextManager
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from simplefsdp.llama.model import Block, Llama, RotaryEmbedding
+
+CheckpointMode = Literal["none", "full", "selective"]
+
+
+def apply_activation_checkpointing(model: Llama, mode: CheckpointMode) -> None:
+    """Choose, in place, what the blocks of ``model`` keep for backward. Results do not change, bit for bit.
+
+    Args:
+        model: a Llama not yet wrapped by ``simple_fsdp``. Any earlier choice is replaced.
+        mode: ``"none"`` keeps every activation; ``"full"`` keeps each block's input and runs the block again;
+            ``"selective"`` also keeps what is costly to recompute, see [Note: what selective keeps].
+
+    Raises:
+        ValueError: if ``mode`` is another word.
+        TypeError: if the blocks have a foreign class, as after ``simple_fsdp`` of single blocks.
+    """
+    if mode not in get_args(CheckpointMode):
+        raise ValueError(
+            f"activation checkpointing mode must be one of {', '.join(get_args(CheckpointMode))}, "
+            f"got {mode!r}"
+        )
+    kinds = {"none": Block, "full": _FullyCheckpointedBlock, "selective": _SelectivelyCheckpointedBlock}
+    for name, layer in model.layers.named_children():
+        if type(layer) not in kinds.values():
+            raise TypeError(
+                f"layers.{name} is a {type(layer).__qualname__}, not a Block: "
+                "apply activation checkpointing before simple_fsdp"
+            )
+    for layer in model.layers:
+        layer.__class__ = kinds[mode]
+
+
+class _FullyCheckpointedBlock(Block):
+    def forward(self, x: Tensor, rope: RotaryEmbedding) -> Tensor:
+        # Nothing in a block draws random numbers, so there is no generator state to restore.
+        out = checkpoint(super().forward, x, rope, use_reentrant=False, preserve_rng_state=False)
+        return cast(Tensor, out)
+
+
+class _SelectivelyCheckpointedBlock(Block):
+    def forward(self, x: Tensor, rope: RotaryEmbedding) -> Tensor:
+        out = checkpoint(
+            super().forward,
+            x,
+            rope,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=_selective_contexts,
+        )
+        return cast(Tensor, out)
+
+
+_ATTENTION_OPS = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+"""What ``scaled_dot_product_attention`` becomes on CUDA and CPU, unless it falls back to plain products."""
+
+
+def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts of one forward of one block and of its recomputation; see [Note: what selective keeps]."""
+    products: Counter[bool] = Counter()  # by whether this is the recomputation
+
+    def policy(
+        context: SelectiveCheckpointContext, op: object, *args: object, **kwargs: object
+    ) -> CheckpointPolicy:
+        if op in _ATTENTION_OPS:
+            return CheckpointPolicy.MUST_SAVE
+        if op is torch.ops.aten.mm.default:
+            products[context.is_recompute] += 1
+            if products[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+    contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return contexts
