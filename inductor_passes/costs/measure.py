@@ -1,0 +1,150 @@
+"""Timing of the machine at hand: matmul rate, memory bandwidth, kernel cost, collectives.
+
+Owns the measurements only: what was timed, with which sizes, how often. Must not know profiles or fits. Every
+timing synchronises the device first, is repeated, and reports the median; a collective reports its slowest
+rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+MEASURED_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How much to measure. Sizes in bytes.
+
+    Args:
+        repeats: Timed repetitions of each measurement, after ``warmups`` untimed ones.
+        matmul_size: Side of the square matmul.
+        copy_bytes: Size of the memory copy.
+        payload_bytes: Full payloads of the timed collectives.
+    """
+
+    repeats: int
+    warmups: int
+    matmul_size: int
+    copy_bytes: int
+    payload_bytes: tuple[int, ...]
+
+
+EFFORTS = {
+    "cpu": Effort(9, 2, 512, 1 << 26, tuple(1 << power for power in (14, 16, 18, 20, 22, 24))),
+    "cuda": Effort(20, 5, 8192, 1 << 30, tuple(1 << power for power in (16, 18, 20, 22, 24, 26, 28))),
+}
+
+
+def median_ns(call: Callable[[], object], device: torch.device, effort: Effort) -> int:
+    """Median time of ``call`` in ns, device work included; at least 1."""
+    for _ in range(effort.warmups):
+        call()
+    times = []
+    for _ in range(effort.repeats):
+        _synchronize(device)
+        begin = time.perf_counter_ns()
+        call()
+        _synchronize(device)
+        times.append(time.perf_counter_ns() - begin)
+    return max(1, round(statistics.median(times)))
+
+
+def matmul_rate(dtype: torch.dtype, device: torch.device, effort: Effort) -> int:
+    """Flop/s of a large square matmul in ``dtype``."""
+    side = effort.matmul_size
+    left = torch.randn(side, side, device=device).to(dtype)
+    right = torch.randn(side, side, device=device).to(dtype)
+    return 2 * side**3 * 10**9 // median_ns(lambda: left @ right, device, effort)
+
+
+def copy_bandwidth(device: torch.device, effort: Effort) -> int:
+    """Byte/s of device memory in a large copy, read and write counted."""
+    source = torch.ones(effort.copy_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * effort.copy_bytes * 10**9 // median_ns(lambda: target.copy_(source), device, effort)
+
+
+def kernel_overhead_ns(device: torch.device, effort: Effort) -> int:
+    """Time from one tiny kernel to the next on the compute stream."""
+    tensor = torch.zeros(1, device=device)
+    count = 200
+
+    def many() -> None:
+        for _ in range(count):
+            tensor.add_(1)
+
+    return median_ns(many, device, effort) // count
+
+
+def collective_times(
+    kind: str, group: dist.ProcessGroup, device: torch.device, effort: Effort
+) -> tuple[list[int], list[int], int]:
+    """Time one collective kind on ``group`` at every payload of ``effort``.
+
+    Every rank of the group must call it. Times are those of the slowest rank.
+
+    Returns:
+        Full payloads in bytes; times in ns from the moment the start returned; and the ns a start keeps the
+        caller. On a GPU the host runs ahead, so there the whole time belongs to the collective.
+    """
+    size = dist.get_world_size(group)
+    payloads, times, issues = [], [], []
+    for wanted in effort.payload_bytes:
+        elements = max(1, wanted // 4 // size) * size
+        full = torch.ones(elements, device=device)
+        shard = torch.ones(elements // size, device=device)
+        start = _starter(kind, full, shard, group)
+
+        def blocking(start: Callable[[], dist.Work] = start) -> None:
+            start().wait()
+
+        dist.barrier(group)
+        local = [median_ns(blocking, device, effort), _issue_ns(start, device, effort)]
+        slowest = torch.tensor(local, dtype=torch.int64, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+        payloads.append(4 * elements)
+        issue = int(slowest[1]) if device.type == "cpu" else 0
+        times.append(max(1, int(slowest[0]) - issue))
+        issues.append(issue)
+    return payloads, times, round(statistics.median(issues))
+
+
+def _issue_ns(start: Callable[[], dist.Work], device: torch.device, effort: Effort) -> int:
+    times = []
+    for _ in range(effort.repeats):
+        _synchronize(device)
+        begin = time.perf_counter_ns()
+        work = start()
+        times.append(time.perf_counter_ns() - begin)
+        work.wait()
+    return round(statistics.median(times))
+
+
+def _starter(
+    kind: str, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
+) -> Callable[[], dist.Work]:
+    other = torch.empty_like(full)
+    first = dist.get_global_rank(group, 0)
+    # torch 2.13 renames both and warns on the old names; torch 2.11 and 2.12 have only those.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    calls: dict[str, Callable[[], dist.Work]] = {
+        "all_gather": lambda: gather(full, shard, group=group, async_op=True),
+        "reduce_scatter": lambda: scatter(shard, full, group=group, async_op=True),
+        "all_reduce": lambda: dist.all_reduce(full, group=group, async_op=True),
+        "all_to_all": lambda: dist.all_to_all_single(other, full, group=group, async_op=True),
+        "broadcast": lambda: dist.broadcast(full, first, group, async_op=True),
+    }
+    return calls[kind]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

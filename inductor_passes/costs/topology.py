@@ -1,0 +1,64 @@
+"""Collective kinds and the shape of a process group: how many ranks, on how many nodes.
+
+Owns the vocabulary the cost models share. Must not know profiles, graphs or torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+
+COLLECTIVE_KINDS = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "permute",
+    "barrier",
+)
+"""Every collective the cost model prices."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupTopology:
+    """Where the ranks of a process group sit.
+
+    Args:
+        size: Ranks in the group.
+        nodes: Nodes they sit on.
+        ranks_per_node: Smallest number of them on any of these nodes; it bounds the network links a ring may
+        use.
+
+    Raises:
+        ValueError: The numbers contradict one another.
+    """
+
+    size: int
+    nodes: int = 1
+    ranks_per_node: int = 0
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node == 0:
+            object.__setattr__(self, "ranks_per_node", self.size // self.nodes if self.nodes > 0 else 0)
+        if self.size < 1 or not 1 <= self.nodes <= self.size:
+            raise ValueError(f"a group needs size >= 1 and 1 <= nodes <= size, got {self}")
+        if not 1 <= self.ranks_per_node <= self.size // self.nodes:
+            raise ValueError(f"ranks_per_node must be 1 to size // nodes, got {self}")
+
+
+def topology_of(ranks: Iterable[int], ranks_per_node: int) -> GroupTopology:
+    """Topology of a group from its global ranks, when consecutive ranks share a node.
+
+    Args:
+        ranks: Global ranks of the group.
+        ranks_per_node: Ranks each node holds in the whole job.
+    """
+    if ranks_per_node < 1:
+        raise ValueError(f"ranks_per_node must be >= 1, got {ranks_per_node}")
+    counts = Counter(rank // ranks_per_node for rank in ranks)
+    return GroupTopology(sum(counts.values()), len(counts), min(counts.values(), default=0))
