@@ -1,0 +1,99 @@
+"""Every private torch symbol that `simplefsdp` uses, in one place, with the torch versions it was checked on.
+
+Nothing else in the package may import a private torch name. Checked on torch 2.11 to 2.14.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+__all__ = [
+    "StridedShard",
+    "all_gather",
+    "all_reduce",
+    "concatenate_meshes",
+    "in_backward",
+    "is_compiled_module",
+    "is_sharding",
+    "local_tensor",
+    "queue_backward_callback",
+    "reduce_scatter",
+    "root_mesh",
+    "strided_shard",
+]
+
+
+# The functional collectives are called as raw ops, not through `torch.distributed._functional_collectives`: the
+# Python wrappers return an AsyncCollectiveTensor in eager mode and pad or chunk for dim != 0, which we do ourselves.
+
+
+def all_gather(tensor: torch.Tensor, group_name: str, group_size: int) -> torch.Tensor:
+    """Gather `tensor` of shape (n, ...) from every rank of the group into (group_size * n, ...)."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_gather_into_tensor(tensor, group_size, group_name))
+
+
+def reduce_scatter(tensor: torch.Tensor, op: str, group_name: str, group_size: int) -> torch.Tensor:
+    """Reduce `tensor` of shape (group_size * n, ...) over the group; this rank's (n, ...) part comes back."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.reduce_scatter_tensor(tensor, op, group_size, group_name))
+
+
+def all_reduce(tensor: torch.Tensor, op: str, group_name: str) -> torch.Tensor:
+    """Reduce `tensor` over the group; a new tensor of the same shape comes back."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(tensor, op, group_name))
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """The local tensor itself (no autograd, no fresh view), whose version counter moves with writes to it."""
+    return tensor._local_tensor
+
+
+def in_backward() -> bool:
+    """Whether this thread runs inside the autograd engine: a checkpointed region is being recomputed."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def queue_backward_callback(callback: object) -> None:
+    """Have the autograd engine call `callback()` once the running backward has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Whether `torch.compile` made this module object (an OptimizedModule around the user's module)."""
+    from torch._dynamo import OptimizedModule
+
+    return isinstance(module, OptimizedModule)
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that `mesh` was sliced from (itself when it was not)."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources
+
+    return _mesh_resources.get_root_mesh(mesh)
+
+
+def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """One mesh with the dims of `first`, then of `second`; both are slices of one root mesh.
+
+    Raises:
+        RuntimeError: the two do not come from one root mesh, or share a dim.
+    """
+    return DeviceMesh._concatenate([first, second])
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Sharding of a tensor dim whose shards a later mesh dim has sharded before (tensor parallel, then FSDP)."""
+    return StridedShard(dim, split_factor=split_factor)
+
+
+def is_sharding(placement: Placement) -> bool:
+    """Whether the placement shards a tensor dim, plainly or strided (StridedShard is no subclass of Shard)."""
+    return isinstance(placement, Shard | StridedShard)

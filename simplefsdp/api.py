@@ -1,0 +1,222 @@
+"""`simple_fsdp` and the few functions a user calls after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from inductor_passes.config import PassConfig
+
+from . import _compat, regather
+from .mesh import DataParallelMesh, make_mesh
+from .optimizer import find_slot, mark_sharded, watch_optimizers
+from .parametrize import ModuleState, Slot, WrapState, install, is_wrapped, wrapped_class
+from .placement import ShardPlacementFn, make_spec
+from .policy import check_mp_policy
+from .state import shard_incoming_state
+
+__all__ = ["register_forward_method", "simple_fsdp"]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def simple_fsdp(
+    module: ModuleT,
+    mesh: DeviceMesh | None = None,
+    *,
+    sharding_factor: int | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    passes: PassConfig | None = None,
+) -> ModuleT:
+    """Shard the parameters of `module` over data-parallel ranks, in place; then compile it with `torch.compile`.
+
+    Parameters become sharded DTensors under their names, with the mean of the gradients over data-parallel ranks in
+    `.grad`. Inside a forward, reading one gives the whole tensor in the compute dtype. Submodules that an earlier call
+    has wrapped keep their own policy and mesh. SimpleFSDP, arXiv 2411.00284, section 3.
+
+    Args:
+        module: any module, on any device, the meta device included. Shards move to the mesh's device.
+        mesh: 1-D (sharded over it) or 2-D (replicate, shard); None makes one of the default process group.
+        sharding_factor: ranks that share one copy of the parameters: 1 replicates (DDP), all shards fully (FSDP),
+            anything between is hybrid (HSDP). None shards over all of the mesh's shard dim.
+        mp_policy: dtypes of compute and of gradient reduction, with FSDP2's meanings. Buffers are left alone.
+        reshard_after_forward: free gathered parameters after forward and gather them again in backward.
+        shard_placement_fn: from a parameter to `Shard(dim)`, or None for dim 0; uneven dims are padded.
+        ignored_params: parameters to leave as they are; their gradients are not reduced.
+        passes: what the TorchInductor passes do with the compiled graph.
+
+    Returns:
+        `module` itself.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: an argument, parameter or module that cannot be used, by name. The module is
+            unchanged then.
+    """
+    policy = MixedPrecisionPolicy() if mp_policy is None else check_mp_policy(mp_policy)
+    passes = PassConfig() if passes is None else passes
+    _check_arguments(module, reshard_after_forward, passes)
+    dp = make_mesh(mesh, sharding_factor)
+    ignored = _ids_of(ignored_params)
+    wrap = WrapState(dp, policy)
+
+    # First decide and allocate everything, then change the module: a failure leaves it as it was.
+    slots: dict[int, tuple[nn.Parameter, nn.Parameter, Slot]] = {}
+    plans: list[tuple[nn.Module, ModuleState, dict[str, nn.Parameter]]] = []
+    for prefix, owner in module.named_modules():
+        names = _parameters_to_shard(owner, prefix, ignored)
+        if is_wrapped(owner) or (not names and owner is not module):
+            continue
+        _check_module(owner, prefix, names)
+        for name, fqn in names.items():
+            param = owner._parameters[name]
+            assert param is not None
+            if id(param) in slots:
+                continue
+            spec, stored_mesh, placements = make_spec(
+                fqn, param, dp, policy, reshard_after_forward, shard_placement_fn
+            )
+            slot = Slot(spec, stored_mesh, placements, dp.shard_rank, owner, fqn)
+            sharded = nn.Parameter(slot.shard_full(param, _device(dp)), requires_grad=param.requires_grad)
+            slots[id(param)] = (param, sharded, slot)
+        mine = {name: slots[id(owner._parameters[name])] for name in names}
+        state = ModuleState(
+            {name: slot for name, (_, _, slot) in mine.items()}, wrap, is_root=owner is module
+        )
+        wrapped_class(type(owner), tuple(state.slots))
+        plans.append((owner, state, {name: sharded for name, (_, sharded, _) in mine.items()}))
+    _check_no_stale_references(module, slots)
+
+    wrap.slots = tuple(slot for _, _, slot in slots.values())
+    for original, sharded, slot in slots.values():
+        mark_sharded(original, sharded, slot)
+    for owner, state, parameters in plans:
+        install(owner, state, parameters)
+        owner.register_load_state_dict_pre_hook(shard_incoming_state)
+    _move_buffers(module, _device(dp))
+    watch_optimizers()
+    # passes are installed here
+    return module
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Make a method other than `forward` a place where parameters read as whole tensors, for example `model.encode`.
+
+    Submodules called from it need nothing; this is for methods that read parameters of `module` themselves.
+
+    Raises:
+        AttributeError: `module` has no method of that name.
+        ValueError: `module` is not wrapped.
+    """
+    if not is_wrapped(module):
+        raise ValueError(f"register_forward_method: {type(module).__name__} is not wrapped by simple_fsdp")
+    method = getattr(module, name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return method(*args, **kwargs)
+        with regather.forward_scope():
+            return method(*args, **kwargs)
+
+    run.__name__, run.__doc__ = name, method.__doc__
+    setattr(module, name, run)
+
+
+def _check_arguments(module: object, reshard_after_forward: object, passes: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"simple_fsdp takes a torch.nn.Module, got {type(module).__name__}")
+    if _compat.is_compiled_module(module):
+        raise ValueError("simple_fsdp must come before torch.compile: wrap the model first, then compile it")
+    if is_wrapped(module):
+        raise ValueError(
+            f"this {type(module).__name__} is wrapped by simple_fsdp already; a module can be wrapped once (its "
+            "submodules may be wrapped before it, with policies of their own)"
+        )
+    if not isinstance(reshard_after_forward, bool):
+        raise TypeError(
+            f"reshard_after_forward must be True or False, got {reshard_after_forward!r}; resharding to part of the "
+            "ranks (FSDP2's int) is not supported, use sharding_factor for hybrid sharding"
+        )
+    if not isinstance(passes, PassConfig):
+        raise TypeError(f"passes must be an inductor_passes.PassConfig, got {type(passes).__name__}")
+
+
+def _ids_of(params: Iterable[nn.Parameter] | None) -> frozenset[int]:
+    ids = []
+    for param in params or ():
+        if not isinstance(param, torch.Tensor):
+            raise TypeError(f"ignored_params must hold parameters, got {type(param).__name__}")
+        ids.append(id(param))
+    return frozenset(ids)
+
+
+def _parameters_to_shard(owner: nn.Module, prefix: str, ignored: frozenset[int]) -> dict[str, str]:
+    """Attribute name to FQN of the parameters that `owner` holds itself."""
+    return {
+        name: f"{prefix}.{name}" if prefix else name
+        for name, param in owner._parameters.items()
+        if param is not None and id(param) not in ignored
+    }
+
+
+def _check_module(owner: nn.Module, prefix: str, names: dict[str, str]) -> None:
+    where = f"module '{prefix}'" if prefix else "the module"
+    if isinstance(owner, torch.jit.ScriptModule):
+        raise TypeError(
+            f"{where} is a torch.jit.ScriptModule, whose parameters cannot be sharded; pass the nn.Module"
+        )
+    for name, fqn in names.items():
+        slot = find_slot(owner._parameters[name])  # type: ignore[arg-type]
+        if slot is not None:
+            raise ValueError(
+                f"parameter '{fqn}' is tied to '{slot.fqn}', which an earlier simple_fsdp call has sharded: wrap both "
+                "modules in one call"
+            )
+        for kind in type(owner).__mro__:
+            if isinstance(kind.__dict__.get(name), property):
+                raise TypeError(
+                    f"parameter '{fqn}': {kind.__name__} defines a property of that name, which sharding would hide; "
+                    "rename one of them or list the parameter in ignored_params"
+                )
+
+
+def _check_no_stale_references(
+    module: nn.Module, slots: dict[int, tuple[nn.Parameter, nn.Parameter, Slot]]
+) -> None:
+    """Refuse modules that keep a parameter in a second place, where it would stay unsharded and untrained."""
+    for prefix, owner in module.named_modules():
+        for attribute, value in vars(owner).items():
+            if attribute in ("_parameters", "_buffers", "_modules", "_flat_weights"):
+                continue
+            held = value.values() if isinstance(value, dict) else value
+            items = held if isinstance(held, (list, tuple, set, type({}.values()))) else (value,)
+            for item in items:
+                if isinstance(item, torch.Tensor) and id(item) in slots:
+                    fqn = slots[id(item)][2].fqn
+                    where = f"{prefix}.{attribute}" if prefix else attribute
+                    raise ValueError(
+                        f"attribute '{where}' holds parameter '{fqn}' outside of the module's parameters; sharding would "
+                        "leave the unsharded original there. Use nn.ParameterList or nn.ParameterDict, read the "
+                        "parameter by its name, or list it in ignored_params"
+                    )
+
+
+def _device(dp: DataParallelMesh) -> torch.device:
+    if dp.mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(dp.mesh.device_type, torch.get_device_module(dp.mesh.device_type).current_device())
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and not buffer.is_meta and not isinstance(buffer, DTensor):
+                owner._buffers[name] = buffer.to(device)

@@ -1,0 +1,157 @@
+"""What optimizers and gradient clipping need to know about sharded parameters.
+
+Optimizers built before `simple_fsdp` hold the unsharded originals and would train nothing; a hook before every
+optimizer step (torch's global one, installed by the first `simple_fsdp` call) retargets them, state included.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from . import _compat
+from .parametrize import Slot
+
+__all__ = ["clip_grad_norm_", "mark_sharded", "watch_optimizers"]
+
+_MARK = "_simplefsdp_slot"
+
+
+def mark_sharded(original: torch.Tensor, sharded: nn.Parameter, slot: Slot) -> None:
+    """Note on the original parameter what became of it, and on the sharded one where it belongs."""
+    setattr(original, _MARK, slot)
+    setattr(sharded, _MARK, slot)
+
+
+def find_slot(param: torch.Tensor) -> Slot | None:
+    """The slot that `mark_sharded` noted on a parameter, or None."""
+    return getattr(param, _MARK, None)
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Install the step hook, once per process."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        params = group["params"]
+        for index, param in enumerate(params):
+            slot = find_slot(param)
+            if slot is None:
+                continue
+            if not isinstance(param, DTensor) or slot.spec.tensor_parallel is not None:
+                params[index] = _retarget(optimizer, param, slot)
+            if slot.accumulator is not None and slot.accumulator.grad is not None:
+                raise RuntimeError(
+                    f"optimizer.step() while the gradient of '{slot.fqn}' waits for its reduction: run the last "
+                    "micro-batch's forward and backward outside of no_sync"
+                )
+        # torch's multi-tensor loops cannot mix DTensors of several meshes, or DTensors and plain tensors.
+        if group.get("foreach", False) is None and not group.get("fused") and _is_mixed(params):
+            group["foreach"] = False
+
+
+def _retarget(optimizer: Optimizer, original: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """Replace a parameter that was wrapped after the optimizer was built."""
+    sharded = slot.param
+    if original is sharded:
+        return original
+    state = optimizer.state.pop(original, None)
+    if state is not None:
+        optimizer.state[sharded] = {
+            key: slot.shard_full(value, sharded.device)
+            if isinstance(value, torch.Tensor) and value.shape == original.shape and value.dim() > 0
+            else value
+            for key, value in state.items()
+        }
+    return sharded
+
+
+def _is_mixed(params: list[torch.Tensor]) -> bool:
+    meshes = {id(p.device_mesh) if isinstance(p, DTensor) else 0 for p in params}
+    return len(meshes) > 1
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Clip the gradient norm over all ranks, like `torch.nn.utils.clip_grad_norm_`.
+
+    Unlike torch's, it takes parameters on several meshes and plain ones together, and gives a plain tensor that is
+    equal on all ranks: one small all-reduce per mesh dim and kind of placement.
+
+    Args:
+        parameters: parameters with gradients, sharded or plain; plain gradients count as equal on all ranks.
+        max_norm: upper bound of the norm.
+        norm_type: p of the p-norm, or inf.
+        error_if_nonfinite: raise instead of scaling by a NaN.
+
+    Returns:
+        The norm before clipping, a 0-dim fp32 (or fp64) tensor.
+
+    Raises:
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+    """
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not grads:
+        return torch.zeros(())
+    infinite = math.isinf(norm_type)
+    groups: dict[tuple[Any, ...], tuple[DeviceMesh | None, tuple[int, ...], list[torch.Tensor]]] = {}
+    for grad in grads:
+        if isinstance(grad, DTensor):
+            dims = tuple(d for d, p in enumerate(grad.placements) if _compat.is_sharding(p))
+            key: tuple[Any, ...] = (grad.device_mesh, dims, grad.dtype)
+            groups.setdefault(key, (grad.device_mesh, dims, []))[2].append(_compat.local_tensor(grad))
+        else:
+            groups.setdefault((None, grad.dtype), (None, (), []))[2].append(grad)
+    totals = []
+    for mesh, dims, locals_ in groups.values():
+        norms = (
+            torch._foreach_norm([t for t in locals_ if t.numel() > 0], norm_type)
+            if any(t.numel() > 0 for t in locals_)
+            else []
+        )
+        dtype = torch.promote_types(
+            torch.float32, locals_[0].real.dtype if locals_[0].is_complex() else locals_[0].dtype
+        )
+        stacked = (
+            torch.stack([n.to(dtype) for n in norms])
+            if norms
+            else torch.zeros(1, device=locals_[0].device, dtype=dtype)
+        )
+        total = stacked.max() if infinite else stacked.pow(norm_type).sum()
+        for dim in dims:
+            assert mesh is not None
+            if mesh.size(dim) > 1:
+                name = mesh.get_group(dim).group_name
+                total = _compat.all_reduce(total.reshape(1), "max" if infinite else "sum", name).reshape(())
+        totals.append(total)
+    device = totals[0].device
+    gathered = torch.stack([t.to(device, torch.promote_types(t.dtype, torch.float32)) for t in totals])
+    norm = gathered.max() if infinite else gathered.sum().pow(1.0 / norm_type)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the gradient norm of order {norm_type} is {norm.item()}, so gradients cannot be clipped; pass "
+            "error_if_nonfinite=False to scale them all the same"
+        )
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grad in grads:
+        local = _compat.local_tensor(grad) if isinstance(grad, DTensor) else grad
+        local.mul_(scale.to(local.device, local.real.dtype if local.is_complex() else local.dtype))
+    return norm
