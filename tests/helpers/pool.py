@@ -14,9 +14,9 @@ A test asks the `workers` fixture for a pool and runs a module-level function on
             assert torch.equal(result, torch.tensor([0.0, 3.0]))
 
 Processes are forked from a server process that has imported torch, so a new pool costs tenths of a second.
-They outlive a call (`worker._isolated` says what is reset in between) but not their test file, nor any failure:
-then they are killed, and the next call gets new ones. Process groups and meshes live as long as their process: use
-`tests.helpers.meshes.mesh`, which makes each only once.
+They outlive a call (`worker._isolated` says what is reset in between) but neither their test file nor a failure:
+then they are killed, and the next call gets new ones. Process groups and meshes live as long as their process;
+`tests.helpers.meshes.mesh` makes each only once.
 """
 
 from __future__ import annotations
@@ -165,11 +165,9 @@ class WorkerPool:
         for worker in self._workers:
             worker.connection.close()
             if worker.process.is_alive():
-                worker.process.kill()
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(
-                        worker.pid, signal.SIGKILL
-                    )  # it leads a group of its own: its children go along
+                    os.killpg(worker.pid, signal.SIGKILL)  # a worker leads a group: its children go along
+                worker.process.kill()  # in case it had not come to make that group
             worker.process.join()
             worker.process.close()
         self._workers = []
@@ -239,12 +237,12 @@ class WorkerPool:
                 deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
         if timed_out:
             accounts = _accounts_of_timeout(list(pending.values()), timeout)
-        elif accounts:
-            for worker in pending.values():
-                accounts[worker.rank] = "had not finished; killed"
         if not accounts:
             return replies
         lines = [f"rank {rank} of {self.world_size} {accounts[rank]}" for rank in sorted(accounts)]
+        unfinished = sorted(worker.rank for worker in pending.values() if worker.rank not in accounts)
+        if unfinished:
+            lines.append(f"ranks {unfinished} had not finished and were killed")
         raise WorkerError("\n".join(lines), tuple(sorted(accounts)))
 
 

@@ -111,6 +111,8 @@ def test_a_raising_rank_is_named_and_the_pool_recovers(workers):
     with pytest.raises(WorkerError, match="rank 1 of 2 raised ValueError: a broken rank") as caught:
         pool.run(raise_on, 1)
     assert "in raise_on" in str(caught.value)
+    assert "ranks [0] had not finished" in str(caught.value), "rank 0 waits in a barrier"
+    assert caught.value.ranks == (1,)
     assert not pool.pids
     assert pool.run(scaled_sum, 1.0)[0][2].item() == 3.0
 
