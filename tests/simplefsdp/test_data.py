@@ -223,6 +223,21 @@ def test_an_error_ahead_reaches_the_caller_and_the_thread_ends(monkeypatch: pyte
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("simplefsdp-data")]
 
 
+def test_each_batch_is_made_once_and_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = make_loader()
+    made: list[int] = []
+    make_batch = loader._batch
+
+    def record(start: int) -> Any:
+        made.append(start)
+        return make_batch(start)
+
+    monkeypatch.setattr(loader, "_batch", record)
+    take(loader, 4)
+    assert made[:4] == [0, 12, 24, 36]
+    assert made[4:] in ([], [48])  # the thread may not have come to the last one
+
+
 def test_an_iterator_left_open_does_not_keep_the_process() -> None:
     script = """
 from simplefsdp.llama.corpus import load_corpus
@@ -232,7 +247,7 @@ iterator = iter(build_loader(load_corpus(ByteTokenizer()), seq_len=64, global_ba
 next(iterator)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=150, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
 
