@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from simplefsdp.llama.config import LlamaConfig, RopeScaling
-from simplefsdp.llama.shards import copy_full_
 
 IGNORE_INDEX = -100
 """Label of a position that does not count in the loss (``torch.nn.functional.cross_entropy``'s default)."""
@@ -208,10 +207,7 @@ class Llama(nn.Module):
         ``down_proj``) are narrowed by ``sqrt(2 n_layers)``, as its variance adds up over that many writes
         (GPT-2, Radford et al. 2019, section 2.3). Norm weights are one.
 
-        Sharded parameters (DTensors) are drawn whole, one at a time, and each rank keeps its part: the
-        weights are the same for every world size and sharding, provided all ranks enter with equal
-        generator states. Nothing is sent. For a model wrapped by ``simple_fsdp``, call this inside
-        ``sharded_parameters(model)``.
+        Of a model wrapped by ``simple_fsdp``, call this inside ``sharded_parameters(model)``.
 
         Args:
             generator: random source on the parameters' device; ``None`` is that device's default generator.
@@ -226,7 +222,7 @@ class Llama(nn.Module):
                 module is self.lm_head and self.config.tied_head
             ):
                 is_residual = name.endswith(("o_proj", "down_proj"))
-                _init_normal(module.weight, residual_std if is_residual else std, generator)
+                nn.init.normal_(module.weight, std=residual_std if is_residual else std, generator=generator)
 
     def _tie_head(self) -> None:
         # Through the registry: on a parametrized module, attribute access does not answer with the parameter.
@@ -239,8 +235,3 @@ class Llama(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._tie_head()
         return self
-
-
-def _init_normal(weight: Tensor, std: float, generator: torch.Generator | None) -> None:
-    drawn = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-    copy_full_(weight, drawn.normal_(std=std, generator=generator))
