@@ -99,22 +99,32 @@ def launch(argv: Sequence[str], options: TrainOptions) -> int:
         0 if every rank succeeded, 2 if a rank reported bad input, else the code of the rank that failed first
         (128 + n for signal n).
     """
-    world_size = find_world_size(options)
-    with _Ranks(argv, world_size, cpu=find_device_type(options.device) == "cpu") as ranks:
+    command = [sys.executable, "-m", "simplefsdp.llama.train", *argv]
+    is_cpu = find_device_type(options.device) == "cpu"
+    with RankProcesses(command, find_world_size(options), cpu=is_cpu) as ranks:
         return ranks.wait()
 
 
-class _Ranks:
-    """The processes of one run. A context manager: none of them outlives it."""
+class RankProcesses:
+    """The processes of one run, started by constructing. A context manager: none of them outlives it.
 
-    def __init__(self, argv: Sequence[str], world_size: int, *, cpu: bool) -> None:
+    Args:
+        command: what each rank runs; it learns its rank from the environment, as under torchrun.
+        world_size: number of ranks.
+        cpu: whether they compute on the CPU.
+        failure_grace_s: how long the others may go on after a rank failed.
+    """
+
+    def __init__(
+        self, command: Sequence[str], world_size: int, *, cpu: bool, failure_grace_s: float = FAILURE_GRACE_S
+    ) -> None:
+        self._failure_grace_s = failure_grace_s
         self._processes: list[subprocess.Popen[str]] = []
         self._tails: list[collections.deque[str]] = []
         self._readers: list[threading.Thread] = []
         self._handlers: dict[int, object] = {}
         listener = socket.create_server(("127.0.0.1", 0), backlog=LISTEN_BACKLOG)
         lifeline, self._lifeline_end = os.pipe()
-        command = [sys.executable, "-m", "simplefsdp.llama.train", *argv]
         try:
             for rank in range(world_size):
                 environment = _environment(rank, world_size, listener.getsockname()[1], cpu=cpu)
@@ -147,7 +157,7 @@ class _Ranks:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._handlers[number] = signal.signal(number, self._forward)
 
-    def __enter__(self) -> _Ranks:
+    def __enter__(self) -> RankProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -160,7 +170,11 @@ class _Ranks:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def wait(self) -> int:
-        """Waits until every rank has ended, kills those that hang on after a failure, and reports."""
+        """Waits until every rank has ended, kills those that hang on after a failure, and shows why they failed.
+
+        Returns:
+            The run's exit code, see `launch`.
+        """
         first_failure: int | None = None
         deadline = float("inf")
         running = set(range(len(self._processes)))
@@ -172,7 +186,7 @@ class _Ranks:
                 running.discard(rank)
                 if code != 0 and first_failure is None:
                     first_failure = rank
-                    deadline = time.monotonic() + FAILURE_GRACE_S
+                    deadline = time.monotonic() + self._failure_grace_s
                     if code < 0:
                         _say(f"rank {rank} was killed by {signal.Signals(-code).name}")
             if running and time.monotonic() > deadline:
@@ -209,7 +223,8 @@ class _Ranks:
         for rank, (process, tail) in enumerate(zip(self._processes, self._tails, strict=True)):
             if process.returncode != 0:
                 for line in tail:
-                    sys.stderr.write(f"[rank {rank}] {line}")
+                    # What watches over ranks, and torch, name the rank themselves.
+                    sys.stderr.write(line if line.startswith("[rank") else f"[rank {rank}] {line}")
         sys.stderr.flush()
 
 
@@ -236,6 +251,11 @@ def _environment(rank: int, world_size: int, port: int, *, cpu: bool) -> dict[st
 
 def _say(message: str) -> None:
     print(f"simplefsdp: {message}", file=sys.stderr, flush=True)
+
+
+def is_launched() -> bool:
+    """Whether our launcher started this process, rather than torchrun or the like."""
+    return LIFELINE_FD_VARIABLE in os.environ
 
 
 def open_rendezvous(rank: int, world_size: int, timeout_s: float) -> Any:
@@ -266,12 +286,12 @@ def open_rendezvous(rank: int, world_size: int, timeout_s: float) -> Any:
 
 def watch_launcher() -> None:
     """Makes this rank stop as on SIGTERM when the launcher that started it is gone."""
-    descriptor = os.environ.pop(LIFELINE_FD_VARIABLE, None)
-    if descriptor is None:
+    if not is_launched():
         return
+    descriptor = int(os.environ[LIFELINE_FD_VARIABLE])
 
     def wait_for_the_end() -> None:
-        os.read(int(descriptor), 1)
+        os.read(descriptor, 1)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait_for_the_end, daemon=True, name="launcher lifeline").start()

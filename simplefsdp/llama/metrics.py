@@ -6,6 +6,7 @@ the numbers come about, terminals, pictures.
 `metrics.jsonl` holds one JSON object per line, told apart by "kind":
 
     {"kind": "run", "time": ..., "options": {...}, ...}     a start or resume, with its options
+    {"kind": "compile", "compile_s": ..., ...}              what compiling took
     {"kind": "train", "step": 1, "loss": 5.56, ...}         every optimizer step
     {"kind": "eval", "step": 50, "loss": 3.01}              every evaluation
 
@@ -28,13 +29,15 @@ class TrainRecord:
     """One optimizer step.
 
     Args:
-        step: optimizer step, from 1. loss: mean cross entropy in nats over the tokens of all ranks, before
-        the update. grad_norm: global gradient norm before clipping. lr: learning rate of the update.
-        tokens: tokens seen so far, all ranks. step_time_s: seconds from the end of the step before, without
-        evaluations and checkpoints. tokens_per_s: tokens of all ranks per second; `None` in a step that
-        compiled. mfu: model flops utilisation in [0, 1]; `None` where the peak is not known, or in a step
-        that compiled. peak_memory_bytes: of the rank that used most so far; device memory on GPUs, resident
-        memory on CPUs.
+        step: optimizer step, from 1.
+        loss: mean cross entropy in nats over the tokens of all ranks, before the update.
+        grad_norm: global gradient norm before clipping.
+        lr: learning rate of the update.
+        tokens: tokens seen so far, all ranks.
+        step_time_s: seconds from the end of the step before, without evaluations and checkpoints.
+        tokens_per_s: tokens of all ranks per second; `None` in the first step, which compiles.
+        mfu: model flops utilisation in [0, 1]; `None` where the peak is not known, and in the first step.
+        peak_memory_bytes: of the rank that used most so far; on GPUs device memory, on CPUs resident memory.
     """
 
     step: int
@@ -89,20 +92,16 @@ class MetricsLog:
         """Whether TensorBoard events are written."""
         return self._events is not None
 
-    def write_run(self, facts: Mapping[str, Any]) -> None:
-        """Writes the "run" record."""
-        self._write("run", facts)
-
     def write_train(self, record: TrainRecord) -> None:
         """Writes one optimizer step."""
         values = dataclasses.asdict(record)
-        self._write("train", values)
+        self.write("train", values)
         self._write_events("train", record.step, values)
 
     def write_eval(self, record: EvalRecord) -> None:
         """Writes one evaluation."""
         values = dataclasses.asdict(record)
-        self._write("eval", values)
+        self.write("eval", values)
         self._write_events("eval", record.step, values)
 
     def close(self) -> None:
@@ -111,7 +110,8 @@ class MetricsLog:
         if self._events is not None:
             self._events.close()
 
-    def _write(self, kind: str, values: Mapping[str, Any]) -> None:
+    def write(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Writes one record to the JSONL file alone."""
         # Flushed line by line: what a killed run measured is on disk.
         self._file.write(json.dumps({"kind": kind, **values}) + "\n")
         self._file.flush()

@@ -72,7 +72,9 @@ class TrainOptions:
     local_batch: int | None = None
     """Sequences per rank in each forward pass. Default: 16 for debug, else 1."""
     accumulation: int = 1
-    """Forward and backward passes per optimizer step; gradients are reduced in the last one only."""
+    """Forward and backward passes per optimizer step."""
+    accumulation_sync: Literal["last", "every"] = "last"
+    """Reduce gradients in the last pass only, keeping unsharded ones in memory until then, or in every pass."""
 
     # -- optimisation
     steps: int | None = None
@@ -231,7 +233,7 @@ def _check_numbers(options: TrainOptions) -> None:
 
 def _check_choices(options: TrainOptions) -> None:
     hints = get_type_hints(TrainOptions)
-    for name in ("schedule", "precision", "activation_checkpointing", "device"):
+    for name in ("schedule", "precision", "activation_checkpointing", "accumulation_sync", "device"):
         accepted = get_args(hints[name])
         if getattr(options, name) not in accepted:
             flag = name.replace("_", "-")
