@@ -113,9 +113,9 @@ def graph_collectives(graph: torch.fx.Graph) -> list[Collective]:
     return found
 
 
-class _RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of the base class
+class _RecordingMode(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.collectives: list[Collective] = []
 
     @classmethod

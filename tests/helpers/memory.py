@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of the base class
+class LiveBytes(TorchDispatchMode):
     """Mode that follows the storage of every tensor that an operator of the block reads or makes.
 
         with LiveBytes(model.parameters()) as live:
@@ -36,7 +36,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of the b
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in tensors:
             self._follow(tensor.to_local() if isinstance(tensor, DTensor) else tensor)

@@ -39,7 +39,7 @@ import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, missing from the stubs
+from torch.distributed import TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 

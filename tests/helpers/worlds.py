@@ -33,7 +33,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
         # DTensor remembers shardings with the mesh they were computed on. An equal mesh of the next world has
         # other process groups.
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        _clear_sharding_prop_cache()
 
 
 @contextmanager
