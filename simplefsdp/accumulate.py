@@ -74,7 +74,9 @@ def _make_accumulator(wrap: WrapState, slot: Slot) -> torch.Tensor | None:
     if not (param.is_floating_point() or param.is_complex()):
         return None
     shape = slot.spec.shape if slot.stage is GradientSync.NONE else _local_shape(slot)
-    leaf = torch.zeros((), dtype=param.dtype, device=param.device).expand(shape).requires_grad_()
+    leaf = (
+        torch.zeros((), dtype=slot.spec.accumulate_dtype, device=param.device).expand(shape).requires_grad_()
+    )
 
     def after_accumulation(_: torch.Tensor) -> None:
         # One callback for each backward that reduces; the first accumulator to get its gradient asks for it.

@@ -16,7 +16,7 @@ from inductor_passes.config import PassConfig
 from . import _compat, regather
 from .mesh import DataParallelMesh, make_mesh
 from .optimizer import find_slot, mark_sharded, watch_optimizers
-from .parametrize import ModuleState, Slot, WrapState, install, is_wrapped, wrapped_class
+from .parametrize import ModuleState, Slot, WrapState, install, is_wrapped, module_state, wrapped_class
 from .placement import ShardPlacementFn, make_spec
 from .policy import check_mp_policy
 from .state import shard_incoming_state
@@ -58,12 +58,13 @@ def simple_fsdp(
         `module` itself.
 
     Raises:
-        TypeError, ValueError, RuntimeError: an argument, parameter or module that cannot be used, by name. The module is
-            unchanged then.
+        TypeError, ValueError, RuntimeError: an argument, parameter or module that cannot be used, by name. The module
+            is unchanged then.
     """
     policy = MixedPrecisionPolicy() if mp_policy is None else check_mp_policy(mp_policy)
     passes = PassConfig() if passes is None else passes
     _check_arguments(module, reshard_after_forward, passes)
+    _check_inner_wraps(module)
     dp = make_mesh(mesh, sharding_factor)
     ignored = _ids_of(ignored_params)
     wrap = WrapState(dp, policy)
@@ -84,7 +85,7 @@ def simple_fsdp(
             spec, stored_mesh, placements = make_spec(
                 fqn, param, dp, policy, reshard_after_forward, shard_placement_fn
             )
-            slot = Slot(spec, stored_mesh, placements, dp.shard_rank, owner, fqn)
+            slot = Slot(spec, stored_mesh, placements, dp.shard_rank, owner, fqn, wrap)
             sharded = nn.Parameter(slot.shard_full(param, _device(dp)), requires_grad=param.requires_grad)
             slots[id(param)] = (param, sharded, slot)
         mine = {name: slots[id(owner._parameters[name])] for name in names}
@@ -149,6 +150,18 @@ def _check_arguments(module: object, reshard_after_forward: object, passes: obje
         raise TypeError(f"passes must be an inductor_passes.PassConfig, got {type(passes).__name__}")
 
 
+def _check_inner_wraps(module: nn.Module) -> None:
+    """Refuse a part of a wrapped model: its parameters follow the policy of the whole."""
+    inside = [m for m in module.modules() if is_wrapped(m)]
+    roots = {id(module_state(m).wrap) for m in inside if module_state(m).is_root}
+    for inner in inside:
+        if id(module_state(inner).wrap) not in roots:
+            raise ValueError(
+                f"this {type(module).__name__} is part of a model that simple_fsdp has wrapped already (its "
+                f"{type(inner).__name__} belongs to that call); wrap inner modules before outer ones"
+            )
+
+
 def _ids_of(params: Iterable[nn.Parameter] | None) -> frozenset[int]:
     ids = []
     for param in params or ():
@@ -173,12 +186,26 @@ def _check_module(owner: nn.Module, prefix: str, names: dict[str, str]) -> None:
         raise TypeError(
             f"{where} is a torch.jit.ScriptModule, whose parameters cannot be sharded; pass the nn.Module"
         )
+    if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.max_norm is not None and "weight" in names:
+        raise ValueError(
+            f"parameter '{names['weight']}': an {type(owner).__name__} with max_norm={owner.max_norm} changes its "
+            "weight in forward, which would not reach the shards; use max_norm=None or list the parameter in "
+            "ignored_params"
+        )
     for name, fqn in names.items():
-        slot = find_slot(owner._parameters[name])  # type: ignore[arg-type]
+        param = owner._parameters[name]
+        assert param is not None
+        slot = find_slot(param)
         if slot is not None:
             raise ValueError(
                 f"parameter '{fqn}' is tied to '{slot.fqn}', which an earlier simple_fsdp call has sharded: wrap both "
                 "modules in one call"
+            )
+        if param.grad is not None:
+            raise ValueError(f"parameter '{fqn}' has a gradient: call zero_grad() before simple_fsdp")
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"parameter '{fqn}' has gradient hooks: register them after simple_fsdp, on the new one"
             )
         for kind in type(owner).__mro__:
             if isinstance(kind.__dict__.get(name), property):
@@ -194,8 +221,10 @@ def _check_no_stale_references(
     """Refuse modules that keep a parameter in a second place, where it would stay unsharded and untrained."""
     for prefix, owner in module.named_modules():
         for attribute, value in vars(owner).items():
-            if attribute in ("_parameters", "_buffers", "_modules", "_flat_weights"):
+            if attribute in ("_parameters", "_buffers", "_modules"):
                 continue
+            if attribute == "_flat_weights" and isinstance(owner, nn.RNNBase):
+                continue  # `install` replaces it
             held = value.values() if isinstance(value, dict) else value
             items = held if isinstance(held, (list, tuple, set, type({}.values()))) else (value,)
             for item in items:
@@ -203,8 +232,8 @@ def _check_no_stale_references(
                     fqn = slots[id(item)][2].fqn
                     where = f"{prefix}.{attribute}" if prefix else attribute
                     raise ValueError(
-                        f"attribute '{where}' holds parameter '{fqn}' outside of the module's parameters; sharding would "
-                        "leave the unsharded original there. Use nn.ParameterList or nn.ParameterDict, read the "
+                        f"attribute '{where}' holds parameter '{fqn}' outside of the module's parameters; sharding "
+                        "would leave the unsharded original there. Use nn.ParameterList or nn.ParameterDict, read the "
                         "parameter by its name, or list it in ignored_params"
                     )
 

@@ -44,9 +44,9 @@ def sharded_parameters(module: nn.Module) -> Iterator[None]:
     """Attribute reads give the sharded DTensors, for initialisation code; contexts nest.
 
     Random in-place ops on whole sharded parameters (`nn.init.normal_`, `trunc_normal_`, `uniform_`, ...) give exactly
-    the values of the unsharded model for the same seed, on any number of ranks. Where ranks were seeded differently, all
-    use the random state of the shard group's first rank, so that replicas agree. Where this does not hold: ops that
-    draw into a new tensor (`torch.randn_like`, `nn.init.orthogonal_`), parameters that came as tensor-parallel DTensors,
+    the values of the unsharded model for the same seed, on any number of ranks. Where ranks were seeded differently,
+    all use the random state of the shard group's first rank, so that replicas agree. Where this does not hold: ops that
+    draw into a new tensor (`torch.randn_like`, `nn.init.orthogonal_`), tensor-parallel parameters,
     and models whose unsharded initialisation draws on another device than the mesh's.
 
     Args:

@@ -26,7 +26,11 @@ _MARK = "_simplefsdp_slot"
 
 
 def mark_sharded(original: torch.Tensor, sharded: nn.Parameter, slot: Slot) -> None:
-    """Note on the original parameter what became of it, and on the sharded one where it belongs."""
+    """Note on the original parameter what became of it, and on the sharded one where it belongs.
+
+    The sharded one takes over attributes that the user has set on the original.
+    """
+    sharded.__dict__.update(original.__dict__)
     setattr(original, _MARK, slot)
     setattr(sharded, _MARK, slot)
 
@@ -43,6 +47,7 @@ def watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _check_trails(optimizer)
     for group in optimizer.param_groups:
         params = group["params"]
         for index, param in enumerate(params):
@@ -59,6 +64,16 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # torch's multi-tensor loops cannot mix DTensors of several meshes, or DTensors and plain tensors.
         if group.get("foreach", False) is None and not group.get("fused") and _is_mixed(params):
             group["foreach"] = False
+
+
+def _check_trails(optimizer: Optimizer) -> None:
+    """At the first step of a wrapped model: did all ranks use the same parameters in the same order?"""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            slot = find_slot(param)
+            if slot is not None and slot.wrap.trail is not None:
+                trail, slot.wrap.trail = slot.wrap.trail, None
+                trail.check_equal(slot.wrap.dp.mesh)
 
 
 def _retarget(optimizer: Optimizer, original: torch.Tensor, slot: Slot) -> torch.Tensor:

@@ -30,6 +30,7 @@ from . import _compat, regather
 from .mesh import DataParallelMesh
 from .placement import ShardSpec, to_sharded
 from .policy import GradientSync
+from .trail import Trail
 from .unshard import unshard
 
 __all__ = ["ShardedModule", "Slot", "WrapState", "is_wrapped", "slots_of", "wrapped_class"]
@@ -50,6 +51,7 @@ class Slot:
         stage: how far gradients in the accumulator are reduced.
         owner: the first module that the parameter is registered on, under `spec.name`.
         fqn: the parameter's name from the root of the `simple_fsdp` call, for messages.
+        wrap: what all parameters of that call share.
     """
 
     def __init__(
@@ -60,9 +62,10 @@ class Slot:
         shard_rank: int,
         owner: nn.Module,
         fqn: str,
+        wrap: WrapState,
     ) -> None:
         self.spec, self.mesh, self.placements, self.shard_rank = spec, mesh, placements, shard_rank
-        self.owner, self.fqn = owner, fqn
+        self.owner, self.fqn, self.wrap = owner, fqn, wrap
         self.accumulator: torch.Tensor | None = None
         self.stage = GradientSync.FULL
 
@@ -74,9 +77,10 @@ class Slot:
         return param
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
-        new = Slot(self.spec, self.mesh, self.placements, self.shard_rank, self.owner, self.fqn)
+        new = Slot(self.spec, self.mesh, self.placements, self.shard_rank, self.owner, self.fqn, self.wrap)
         memo[id(self)] = new
         new.owner = copy.deepcopy(self.owner, memo)
+        new.wrap = copy.deepcopy(self.wrap, memo)
         return new
 
     def __getstate__(self) -> dict[str, Any]:
@@ -105,6 +109,7 @@ class WrapState:
         reduction_queued: whether the running backward will reduce the accumulators when it ends.
         raw_depth: number of open `sharded_parameters` contexts; attribute reads give shards while it is positive.
         slots: every sharded parameter, in registration order.
+        trail: the reads and reductions up to the first optimizer step, which compares them between ranks; then None.
     """
 
     dp: DataParallelMesh
@@ -114,6 +119,7 @@ class WrapState:
     reduction_queued: bool = False
     raw_depth: int = 0
     slots: tuple[Slot, ...] = ()
+    trail: Trail | None = dataclasses.field(default_factory=Trail)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WrapState:
         new = WrapState(self.dp, self.mp_policy)
@@ -124,15 +130,32 @@ class WrapState:
 
 @dataclasses.dataclass
 class ModuleState:
-    """What one wrapped module knows: its slots by attribute name, and whether it was the argument of the call."""
+    """What one wrapped module knows.
+
+    Attributes:
+        slots: its parameters by attribute name.
+        wrap: what it shares with the modules of the same `simple_fsdp` call.
+        is_root: whether it was the argument of that call.
+        reads: in eager mode, the unsharded tensors that the running call of this module has read, so that code which
+            reads a parameter many times (an LSTM does) gathers it once; None outside of a call.
+    """
 
     slots: dict[str, Slot]
     wrap: WrapState
     is_root: bool
+    reads: dict[Any, torch.Tensor] | None = None
 
 
 class ShardedModule:
-    """Mixed into the class of every wrapped module, before the module's own class."""
+    """Mixed into the class of every wrapped module, before the module's own class.
+
+    Attributes:
+        _simplefsdp_base: the module's own class.
+        _simplefsdp_names: the attributes that unshard when they are read.
+    """
+
+    _simplefsdp_base: type[nn.Module]
+    _simplefsdp_names: tuple[str, ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state: ModuleState = self.__dict__[_STATE]
@@ -142,8 +165,12 @@ class ShardedModule:
         if torch.compiler.is_compiling():
             out = super().__call__(*args, **kwargs)  # type: ignore[misc]
         else:
-            with regather.forward_scope():
-                out = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            outer, state.reads = state.reads, {}
+            try:
+                with regather.forward_scope():
+                    out = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            finally:
+                state.reads = outer
         if state.is_root and policy.output_dtype is not None:
             out = _cast_floating(out, policy.output_dtype)
         return out
@@ -191,7 +218,7 @@ def wrap_states(module: nn.Module) -> list[WrapState]:
 
 
 @functools.cache
-def wrapped_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def wrapped_class(base: Any, names: tuple[str, ...]) -> Any:
     """The subclass of `base` whose attributes `names` unshard when they are read."""
     namespace: dict[str, Any] = {name: _parameter_property(name) for name in names}
     if issubclass(base, nn.RNNBase):
@@ -232,7 +259,8 @@ def _parameter_property(name: str) -> property:
 def _flat_weights_property() -> property:
     # RNN modules keep a list of their parameters beside the parameters; it would hold the unsharded originals.
     def read(self: nn.Module) -> list[Any]:
-        return [getattr(self, name, None) for name in self._flat_weights_names]
+        names: list[str] = self._flat_weights_names  # type: ignore[assignment]
+        return [getattr(self, name, None) for name in names]
 
     def write(self: nn.Module, value: list[Any]) -> None:
         """Ignored: the list is always read from the parameters."""
@@ -255,6 +283,12 @@ def _read(module: nn.Module, name: str) -> Any:
         return param
     slot = state.slots[name]
     spec = slot.spec
+    key = None
+    if not compiling and state.reads is not None:
+        local = _compat.local_tensor(param)
+        key = (name, local._version, param.requires_grad and torch.is_grad_enabled(), wrap.accumulating)
+        if key in state.reads:
+            return state.reads[key]
     with torch.fx.traceback.annotate({"simplefsdp": {"param": name, "reshard": spec.reshard_after_forward}}):
         shard = param.to_local(grad_placements=slot.placements)
         accumulator, sync = None, GradientSync.FULL
@@ -262,12 +296,14 @@ def _read(module: nn.Module, name: str) -> Any:
             accumulator, sync = slot.accumulator, slot.stage
             shard = shard.detach()
         full = unshard(shard, accumulator, spec, sync)
-    if not compiling and spec.reshard_after_forward:
-        regather.track(
-            _compat.local_tensor(full) if isinstance(full, DTensor) else full,
-            _compat.local_tensor(param),
-            spec,
-        )
+    if not compiling:
+        if spec.reshard_after_forward:
+            whole = _compat.local_tensor(full) if isinstance(full, DTensor) else full
+            regather.track(whole, _compat.local_tensor(param), spec)
+        if wrap.trail is not None:
+            wrap.trail.record(slot, full)
+        if key is not None and state.reads is not None:
+            state.reads[key] = full
     return full
 
 

@@ -88,6 +88,11 @@ class ShardSpec:
     tensor_parallel: TensorParallel | None
 
     @property
+    def accumulate_dtype(self) -> torch.dtype:
+        """Dtype in which gradients wait for their reduction: no less precise than storage or reduction."""
+        return torch.promote_types(self.storage_dtype, self.reduce_dtype or self.storage_dtype)
+
+    @property
     def padded_rows(self) -> int:
         """Rows along `shard_dim` of the largest shard, which every rank sends."""
         assert self.shard_dim is not None

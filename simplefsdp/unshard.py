@@ -13,6 +13,7 @@ replicas: F times fewer bytes than reducing the whole gradient. Gradients are me
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,7 +93,8 @@ def reduce_gradient(
         stop: how far to reduce it.
 
     Returns:
-        The gradient in `spec.storage_dtype`: of the unsharded shape if `stop` is NONE, else of the shard's.
+        The gradient: in `spec.storage_dtype` and of the shard's shape if `stop` is FULL, else in
+        `spec.accumulate_dtype`, of the unsharded shape if `stop` is NONE and of the shard's if it is SHARD_GROUP.
     """
     grad = grad.to(spec.reduce_dtype or grad.dtype)
     if start is GradientSync.NONE and stop is not GradientSync.NONE:
@@ -103,7 +105,7 @@ def reduce_gradient(
     if stop is GradientSync.FULL:
         for group in spec.replica_groups:
             grad = _all_reduce_mean(grad, group)
-    return grad.to(spec.storage_dtype)
+    return grad.to(spec.storage_dtype if stop is GradientSync.FULL else spec.accumulate_dtype)
 
 
 class _Unshard(torch.autograd.Function):
@@ -164,7 +166,9 @@ def _all_reduce_mean(grad: torch.Tensor, group: Group) -> torch.Tensor:
     return _mean(grad, group.size, lambda x, op: _compat.all_reduce(x, op, group.name))
 
 
-def _mean(grad: torch.Tensor, ranks: int, collective: Any) -> torch.Tensor:
+def _mean(
+    grad: torch.Tensor, ranks: int, collective: Callable[[torch.Tensor, str], torch.Tensor]
+) -> torch.Tensor:
     """Run a reduction as a mean; complex numbers travel as pairs of reals."""
     if grad.is_complex():
         return torch.view_as_complex(_mean(torch.view_as_real(grad.contiguous()), ranks, collective))
@@ -179,7 +183,8 @@ def _mean(grad: torch.Tensor, ranks: int, collective: Any) -> torch.Tensor:
 
 def _cut(spec: ShardSpec) -> tuple[int, int, int]:
     """Shard dim, ranks of the shard group, rows that each rank sends."""
-    assert spec.shard_dim is not None and spec.gather_group is not None
+    assert spec.shard_dim is not None
+    assert spec.gather_group is not None
     return spec.shard_dim, spec.gather_group.size, spec.padded_rows
 
 
