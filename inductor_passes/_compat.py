@@ -1,0 +1,195 @@
+"""Every private torch symbol that `inductor_passes` uses, in one place.
+
+This file owns the names that torch may move: the rest of the package imports them from here and never from a
+private torch module. It must not know what the passes do. All names below exist in torch 2.11 to 2.14
+unless a note says otherwise; nothing of TorchInductor is imported before a function here is called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._logging._internal import trace_structured
+from torch.utils.checkpoint import CheckpointPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
+
+__all__ = [
+    "CheckpointPolicy",
+    "CustomGraphPass",
+    "PassChain",
+    "aot_autograd_backend",
+    "find_flop_formula",
+    "group_name",
+    "group_size",
+    "has_side_effect",
+    "hook_passes",
+    "hook_value",
+    "inductor_config",
+    "is_tangent",
+    "min_cut_partition",
+    "rename",
+    "set_hook_passes",
+    "size_hint",
+    "trace_structured",
+]
+
+# Operators that fx keeps alive as "impure" but that only check or annotate: moving a collective across them
+# changes nothing a program can see.
+_HARMLESS = (
+    "aten::_assert_async",
+    "aten::_assert_scalar",
+    "aten::_assert_tensor_metadata",
+    "aten::sym_constrain_range",
+    "aten::sym_constrain_range_for_size",
+)
+
+
+def inductor_config() -> ModuleType:
+    """TorchInductor's configuration module. Imported late: it is slow to import and reads the environment."""
+    import torch._inductor.config as config
+
+    return config
+
+
+class PassChain(CustomGraphPass):
+    """Several graph passes in one object, for torch before 2.13, whose hooks take one pass and no list.
+
+    Delete when torch 2.12 is no longer supported.
+    """
+
+    def __init__(self, passes: Sequence[Any]) -> None:
+        self.passes = tuple(passes)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for item in self.passes:
+            item(graph)
+
+    def uuid(self) -> Any:
+        """All members' identities; None, which keeps graphs out of the cache, if a member has none."""
+        identities = [item.uuid() if isinstance(item, CustomGraphPass) else None for item in self.passes]
+        return None if None in identities else tuple(identities)
+
+
+def hook_passes(hook: str) -> list[Any]:
+    """The passes set on one of TorchInductor's graph hooks, in the order they run."""
+    value = getattr(inductor_config(), hook)
+    if value is None:
+        return []
+    if isinstance(value, PassChain):
+        return list(value.passes)
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def hook_value(passes: Sequence[Any]) -> Any:
+    """What to assign to a graph hook so that it runs the given passes: as simple as torch accepts."""
+    if len(passes) <= 1:
+        return passes[0] if passes else None
+    from torch._inductor import custom_graph_pass
+
+    accepts_lists = hasattr(custom_graph_pass, "get_custom_graph_passes")  # since 2.13
+    return list(passes) if accepts_lists else PassChain(passes)
+
+
+def set_hook_passes(hook: str, passes: Sequence[Any]) -> None:
+    """Set the passes that one of TorchInductor's graph hooks runs."""
+    setattr(inductor_config(), hook, hook_value(passes))
+
+
+def min_cut_partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Inductor's default partitioner: splits a joint graph into forward and backward graph modules."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+
+def aot_autograd_backend(
+    fw_compiler: Callable[..., Any],
+    bw_compiler: Callable[..., Any],
+    inference_compiler: Callable[..., Any],
+    partition_fn: Callable[..., Any],
+) -> Callable[..., Any]:
+    """A `torch.compile` backend that calls the given partitioner and compilers on AOTAutograd's graphs."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_compiler
+
+    return aot_autograd(
+        fw_compiler=make_boxed_compiler(fw_compiler),
+        bw_compiler=make_boxed_compiler(bw_compiler),
+        inference_compiler=make_boxed_compiler(inference_compiler),
+        partition_fn=partition_fn,
+        keep_inference_input_mutations=True,
+    )
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a joint-graph placeholder is the gradient of a forward output (AOTAutograd names it
+    `tangents_N`).
+
+    The partitioner has the same test and reads the same target string, so both split a graph at the same
+    place.
+    """
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def has_side_effect(node: fx.Node) -> bool:
+    """Whether a call changes something besides its result: mutates an input, prints, synchronises."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None and schema.name in _HARMLESS:
+        return False
+    return node.is_impure(impure_random=False)
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size as a plain integer: symbolic sizes give the value they had when the graph was traced."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return 1 if hint is None else int(hint)
+
+
+def group_name(group: Any) -> str:
+    """Name of a process group as it stands in a graph: a name, a ProcessGroup, or an input that holds one."""
+    if isinstance(group, str):
+        return group
+    return str(getattr(group, "group_name", None) or getattr(group, "name", group))
+
+
+def group_size(group: Any) -> int:
+    """Number of ranks in a process group as it stands in a graph."""
+    if isinstance(group, str):
+        from torch.distributed.distributed_c10d import _resolve_process_group
+
+        group = _resolve_process_group(group)  # type: ignore[arg-type]
+    return torch.distributed.get_world_size(group)
+
+
+def find_flop_formula(target: Any) -> Callable[..., int] | None:
+    """The function that counts an operator's floating-point operations from its arguments, None for cheap ones.
+
+    torch's table (the public flop counter's) lacks attention on CPU, which has the arguments of flash attention.
+    """
+    from torch.utils.flop_counter import flop_registry
+
+    aten = torch.ops.aten
+    same_arguments = {
+        aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            aten._scaled_dot_product_flash_attention_backward
+        ),
+    }
+    packet = getattr(target, "overloadpacket", target)
+    try:
+        return flop_registry.get(same_arguments.get(packet, packet))
+    except TypeError:  # an unhashable target
+        return None
+
+
+def rename(node: fx.Node, name: str) -> None:
+    """Give a node a name, made unique within its graph by a numeric suffix."""
+    node._rename(name)

@@ -1,0 +1,100 @@
+"""Put the passes where TorchInductor looks for them, next to the passes of others, and take them out again.
+
+It owns the chaining with what a user has set already. It must not know what the passes do. All state lives in
+TorchInductor's configuration: importing this file changes nothing.
+
+Order of the passes in one compilation: reshard (joint graph), then bucket (forward graph, and backward
+graph when the first backward runs), then reorder (fused scheduler nodes of each).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from inductor_passes import _compat
+from inductor_passes.config import PassConfig
+from inductor_passes.costs.agree import agree_on_profile
+from inductor_passes.hooks import GraphHook, JointHook, Setup
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_HOOKS: tuple[type[GraphHook], ...] = (JointHook,)
+
+
+def install(config: PassConfig | None = None) -> str:
+    """Register the passes with TorchInductor, for all later compilations of this thread.
+
+    Passes that are set already stay and run first. Installing the same configuration again changes nothing
+    but makes it the default; another configuration is added, and each graph uses the one its tags name.
+
+    Every rank must call this, with equal arguments: the hardware profile is read on rank 0 and sent to all.
+
+    Args:
+        config: options; None means `PassConfig()`.
+
+    Returns:
+        The key by which a tag names this configuration on this machine.
+
+    Raises:
+        ValueError: the hardware profile cannot be read.
+    """
+    setup = make_setup(config)
+    for cls in _HOOKS:
+        passes = _compat.hook_passes(cls.hook)
+        position = next((i for i, item in enumerate(passes) if isinstance(item, cls)), len(passes))
+        previous = passes[position].setups if position < len(passes) else ()
+        setups = (*(item for item in previous if item != setup), setup)
+        _compat.set_hook_passes(cls.hook, [*passes[:position], cls(setups), *passes[position + 1 :]])
+    return setup.key
+
+
+def uninstall() -> None:
+    """Take the passes out again. Passes of others stay as they are."""
+    for cls in _HOOKS:
+        passes = _compat.hook_passes(cls.hook)
+        ours = [item for item in passes if isinstance(item, cls)]
+        for item in ours:
+            item.active = False  # someone else's wrapper may still hold it
+        if ours:
+            _compat.set_hook_passes(cls.hook, [item for item in passes if not isinstance(item, cls)])
+
+
+def options(config: PassConfig | None = None) -> dict[str, Any]:
+    """Options for one `torch.compile(model, options=...)` that run the passes without any global change.
+
+    Passes of others that are set at this moment run first. Every rank must call this, with equal arguments.
+
+    Args:
+        config: options of the passes, used for every tagged graph; None means `PassConfig()`.
+
+    Returns:
+        A dictionary for `torch.compile(options=...)`; merge it with options of your own.
+
+    Raises:
+        ValueError: the hardware profile cannot be read.
+    """
+    setup = make_setup(config)
+    return {
+        cls.hook: _compat.hook_value(
+            [
+                *(item for item in _compat.hook_passes(cls.hook) if not isinstance(item, cls)),
+                cls((setup,), pinned=True),
+            ]
+        )
+        for cls in _HOOKS
+    }
+
+
+def make_setup(config: PassConfig | None = None) -> Setup:
+    """Configuration and hardware profile together; collective over the default process group."""
+    config = PassConfig() if config is None else config
+    if not isinstance(config, PassConfig):
+        raise TypeError(f"config must be a PassConfig or None, got {type(config).__name__}")
+    return Setup(config, agree_on_profile(config.profile))
+
+
+def installed() -> Iterator[GraphHook]:
+    """The pass objects registered with TorchInductor in this thread, with the records of what they did."""
+    for cls in _HOOKS:
+        yield from (item for item in _compat.hook_passes(cls.hook) if isinstance(item, cls))
