@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+import inductor_passes
 from inductor_passes.config import PassConfig
 
 from . import _compat, regather
@@ -96,6 +97,7 @@ def simple_fsdp(
         plans.append((owner, state, {name: sharded for name, (_, sharded, _) in mine.items()}))
     _check_no_stale_references(module, slots)
 
+    wrap.passes_key = inductor_passes.install(passes)
     wrap.slots = tuple(slot for _, _, slot in slots.values())
     for original, sharded, slot in slots.values():
         mark_sharded(original, sharded, slot)
@@ -104,7 +106,6 @@ def simple_fsdp(
         owner.register_load_state_dict_pre_hook(shard_incoming_state)
     _move_buffers(module, _device(dp))
     watch_optimizers()
-    # passes are installed here
     return module
 
 

@@ -109,6 +109,7 @@ class WrapState:
         reduction_queued: whether the running backward will reduce the accumulators when it ends.
         raw_depth: number of open `sharded_parameters` contexts; attribute reads give shards while it is positive.
         slots: every sharded parameter, in registration order.
+        passes_key: names the PassConfig in the tags that the passes read.
         trail: the reads and reductions up to the first optimizer step, which compares them between ranks; then None.
     """
 
@@ -119,10 +120,11 @@ class WrapState:
     reduction_queued: bool = False
     raw_depth: int = 0
     slots: tuple[Slot, ...] = ()
+    passes_key: str = ""
     trail: Trail | None = dataclasses.field(default_factory=Trail)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WrapState:
-        new = WrapState(self.dp, self.mp_policy)
+        new = WrapState(self.dp, self.mp_policy, passes_key=self.passes_key)
         memo[id(self)] = new
         new.slots = copy.deepcopy(self.slots, memo)
         return new
@@ -289,7 +291,7 @@ def _read(module: nn.Module, name: str) -> Any:
         key = (name, local._version, param.requires_grad and torch.is_grad_enabled(), wrap.accumulating)
         if key in state.reads:
             return state.reads[key]
-    with torch.fx.traceback.annotate({"simplefsdp": {"param": name, "reshard": spec.reshard_after_forward}}):
+    with torch.fx.traceback.annotate(_tag(name, wrap, spec)):
         shard = param.to_local(grad_placements=slot.placements)
         accumulator, sync = None, GradientSync.FULL
         if wrap.accumulating and param.requires_grad:
@@ -305,6 +307,11 @@ def _read(module: nn.Module, name: str) -> Any:
         if key is not None and state.reads is not None:
             state.reads[key] = full
     return full
+
+
+def _tag(name: str, wrap: WrapState, spec: ShardSpec) -> dict[str, Any]:
+    """What the passes read off every node of this unshard; without the FQN, so that equal blocks trace equally."""
+    return {"simplefsdp": {"param": name, "reshard": spec.reshard_after_forward, "passes": wrap.passes_key}}
 
 
 def _assign(module: Any, name: str, slot: Slot, value: Any) -> None:
