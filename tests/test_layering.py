@@ -19,15 +19,23 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 # Top to bottom, `/` for sub-packages; an `__init__` stands below what it re-exports. Files may be missing, not extra.
 STACKS = {
     "simplefsdp": """
-        _compat policy mesh placement unshard regather parametrize state initialize optimizer accumulate api __init__
-        llama/config llama/model llama/__init__
+        _compat policy mesh placement trail unshard regather parametrize
+        state initialize optimizer accumulate api __init__
+        llama/config llama/model llama/checkpointing llama/flops llama/shards
+        llama/sources llama/hf_config llama/hf llama/tokenizer llama/corpus llama/packing llama/data
+        llama/agreement llama/options llama/rundir llama/launch llama/world llama/shutdown llama/peer_link llama/watch
+        llama/state_markers llama/train_state llama/checkpoint_files llama/checkpoint
+        llama/clock llama/schedule llama/metrics llama/display llama/plot llama/reporter
+        llama/build llama/trainer llama/train llama/__init__
         cli
     """,
     "inductor_passes": """
-        _compat config labels graph chains
+        _compat config graph labels chains
         costs/topology costs/profiles costs/collective costs/compute costs/model
         costs/fit costs/measure costs/calibrate costs/agree costs/__init__
         timeline plan
+        planners/instance planners/schedule planners/check planners/bound planners/order planners/segment
+        planners/place planners/simple planners/exact planners/search planners/auto planners/explain planners/__init__
         reshard bucket reorder verify report
         hooks install debug __init__
     """,

@@ -115,7 +115,7 @@ def graph_collectives(graph: torch.fx.Graph) -> list[Collective]:
 
 class _RecordingMode(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.collectives: list[Collective] = []
 
     @classmethod

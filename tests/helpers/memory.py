@@ -36,7 +36,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in tensors:
             self._follow(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
