@@ -116,11 +116,16 @@ class _Unshard(torch.autograd.Function):
         ctx.spec, ctx.sync, ctx.to_accumulator = spec, sync, accumulator is not None
         ctx.shard_shape = shard.shape
         full = gather(shard, spec)
-        # An input returned as it is would become an alias with a gradient of its own.
-        return full.view_as(full) if full is shard else full
+        # An input returned as it is would become an alias with a gradient of its own. In eager mode the output is always
+        # a view, since autograd refuses in-place writes to views that a Function returns: such a write would change
+        # the gathered copy and never reach the shards.
+        return full.view_as(full) if full is shard or not torch.compiler.is_compiling() else full
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        # nn.Embedding(sparse=True); Dynamo refuses to trace `layout`, and compiled gradients are dense.
+        if not torch.compiler.is_compiling() and grad.layout != torch.strided:
+            grad = grad.to_dense()
         grad = _sum_over_tensor_parallel(grad, ctx.spec)
         grad = reduce_gradient(grad, ctx.shard_shape, ctx.spec, GradientSync.NONE, ctx.sync)
         return (None, grad, None, None) if ctx.to_accumulator else (grad, None, None, None)
@@ -171,7 +176,9 @@ def _mean(
 ) -> torch.Tensor:
     """Run a reduction as a mean; complex numbers travel as pairs of reals."""
     if grad.is_complex():
-        return torch.view_as_complex(_mean(torch.view_as_real(grad.contiguous()), ranks, collective))
+        return torch.view_as_complex(
+            _mean(torch.view_as_real(grad.resolve_conj().contiguous()), ranks, collective)
+        )
     grad = grad.contiguous()
     if grad.dtype != torch.float16:
         return collective(grad, "avg")
