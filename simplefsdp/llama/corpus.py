@@ -88,11 +88,8 @@ class Corpus:
         if not 0 <= val_fraction < 1:
             raise DataError(f"validation fraction {val_fraction} must be at least 0 and below 1")
         cut = len(self.tokens) - int(len(self.tokens) * val_fraction)
-        document = int(np.searchsorted(self.ends, cut, side="left"))
-        train_ends = np.append(self.ends[:document], np.int64(cut))
-        val_ends = self.ends[document:] - cut
-        if len(val_ends) and val_ends[0] == 0:  # the cut is at the end of a document
-            val_ends = val_ends[1:]
+        train_ends = np.append(self.ends[: np.searchsorted(self.ends, cut, side="left")], np.int64(cut))
+        val_ends = self.ends[np.searchsorted(self.ends, cut, side="right") :] - cut
         train = replace(self, tokens=self.tokens[:cut], ends=train_ends)
         return train, replace(self, tokens=self.tokens[cut:], ends=val_ends)
 

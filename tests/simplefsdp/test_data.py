@@ -168,6 +168,8 @@ def test_one_pass_is_the_same_each_time_and_moves_nothing() -> None:
     assert len(list(val.one_pass(99))) == 3
     ranks = [make_loader(val_fraction=0.3, split="val", dp_rank=rank, dp_world=2) for rank in range(2)]
     assert [len(list(rank.one_pass())) for rank in ranks] == [1, 1]
+    # The last of 60 tokens has no label: 11 whole sequences, not 12.
+    assert make_loader(val_fraction=0.2858, split="val", global_batch=4).batches_per_epoch == 2
 
 
 def test_one_pass_over_less_than_a_batch_fills_one() -> None:
@@ -224,7 +226,7 @@ def test_an_error_ahead_reaches_the_caller_and_the_thread_ends(monkeypatch: pyte
 
 
 def test_each_batch_is_made_once_and_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = make_loader()
+    loader = make_loader(dp_world=2)
     made: list[int] = []
     make_batch = loader._batch
 
