@@ -51,9 +51,11 @@ class _View:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    conjugated: bool
 
     def make(self) -> torch.Tensor:
-        return self.recipe.make().as_strided(self.size, self.stride, self.offset)
+        view = self.recipe.make().as_strided(self.size, self.stride, self.offset)
+        return view.conj() if self.conjugated else view
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +72,15 @@ class _DTensorView:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Gathered:
+    """What `track` noted about one gathered parameter: its storage, its version then, how to make it again."""
+
+    storage: StorageWeakRef
+    version: int
+    recipe: _Recipe
+
+
 class _Forward:
     """The gathered parameters that are alive in one forward, by storage.
 
@@ -77,15 +88,15 @@ class _Forward:
     """
 
     def __init__(self) -> None:
-        self._recipes: dict[int, tuple[StorageWeakRef, _Recipe]] = {}
+        self._recipes: dict[int, _Gathered] = {}
         self._sweep_at = 64
 
     def track(self, full: torch.Tensor, recipe: _Recipe) -> None:
         if len(self._recipes) >= self._sweep_at:
-            self._recipes = {k: v for k, v in self._recipes.items() if not v[0].expired()}
+            self._recipes = {k: v for k, v in self._recipes.items() if not v.storage.expired()}
             self._sweep_at = 2 * len(self._recipes) + 64
         storage = full.untyped_storage()
-        self._recipes[storage._cdata] = (StorageWeakRef(storage), recipe)
+        self._recipes[storage._cdata] = _Gathered(StorageWeakRef(storage), full._version, recipe)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor, DTensor):
@@ -99,9 +110,18 @@ class _Forward:
         if tensor.layout != torch.strided or not _has_storage(tensor):
             return None
         entry = self._recipes.get(tensor.untyped_storage()._cdata)
-        if entry is None or tensor.dtype != entry[1].spec.compute_dtype:
+        if entry is None or tensor.dtype != entry.recipe.spec.compute_dtype:
             return None
-        return _View(entry[1], tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
+        # Changed since it was gathered, or a lazily negated view: gathering again would give other values.
+        if tensor._version != entry.version or tensor.is_neg():
+            return None
+        return _View(
+            entry.recipe,
+            tuple(tensor.size()),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+        )
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
