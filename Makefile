@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # The release that CI runs. pyproject.toml says which others work.
 TORCH := torch==2.13.0
-SOURCES := simplefsdp inductor_passes tests benchmarks
+SOURCES := $(wildcard simplefsdp inductor_passes tests benchmarks)
 
 .DEFAULT_GOAL := help
 .PHONY: help train test lint format clean
