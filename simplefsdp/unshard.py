@@ -116,9 +116,9 @@ class _Unshard(torch.autograd.Function):
         ctx.spec, ctx.sync, ctx.to_accumulator = spec, sync, accumulator is not None
         ctx.shard_shape = shard.shape
         full = gather(shard, spec)
-        # An input returned as it is would become an alias with a gradient of its own. In eager mode the output is always
-        # a view, since autograd refuses in-place writes to views that a Function returns: such a write would change
-        # the gathered copy and never reach the shards.
+        # An input returned as it is would become an alias with a gradient of its own. In eager mode the output is a
+        # view every time: autograd refuses in-place writes to a view that a Function returns, and such a write would
+        # change the gathered copy without reaching the shards.
         return full.view_as(full) if full is shard or not torch.compiler.is_compiling() else full
 
     @staticmethod
