@@ -154,8 +154,8 @@ class Loader:
         """This rank's rows of the global batch that begins at sequence `start`; a pure function."""
         first = start + self._first_row
         rows = np.stack([self.sequences[index] for index in range(first, first + self.local_batch)])
-        block = torch.from_numpy(rows)
-        return block[:, :-1].contiguous(), block[:, 1:].contiguous()
+        # numpy copies on this thread; torch would start a second team of OpenMP threads beside the trainer's.
+        return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
 
     def _pinned(self, batch: Batch) -> Batch:
         """The batch in page-locked memory where asked for; runs on the caller's thread, its device set."""

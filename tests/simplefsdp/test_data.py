@@ -206,6 +206,15 @@ def test_vocabulary_that_just_fits_is_accepted() -> None:
     assert make_loader(vocab_size=210).position == 0
 
 
+def test_tokens_and_labels_share_no_memory() -> None:
+    for local_batch in (1, 3):
+        tokens, labels = next(iter(make_loader(global_batch=local_batch)))
+        before = tokens.clone()
+        labels.fill_(-100)
+        assert torch.equal(tokens, before)
+        assert tokens.stride() == labels.stride() == (SEQ_LEN, 1)
+
+
 def test_an_error_ahead_reaches_the_caller_and_the_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = make_loader()
     make_batch = loader._batch
