@@ -24,8 +24,12 @@ __all__ = [
     "CustomGraphPass",
     "PassChain",
     "aot_autograd_backend",
+    "evaluate",
+    "fake_result",
     "find_flop_formula",
+    "free_symbols",
     "group_name",
+    "group_ranks",
     "group_size",
     "has_side_effect",
     "hook_passes",
@@ -153,6 +157,28 @@ def size_hint(size: int | torch.SymInt) -> int:
     return 1 if hint is None else int(hint)
 
 
+def free_symbols(size: int | torch.SymInt) -> frozenset[Any]:
+    """The symbols a size depends on; none for a plain number."""
+    return frozenset() if isinstance(size, int) else frozenset(size.node.expr.free_symbols)
+
+
+def evaluate(size: int | torch.SymInt, symbol_value: int) -> int:
+    """A size as a number, with the given value for every symbol in it."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, symbol_value)))
+
+
+def group_ranks(group: Any) -> tuple[int, ...]:
+    """Global ranks of a process group as it stands in a graph, in group order."""
+    if isinstance(group, str):
+        from torch.distributed.distributed_c10d import _resolve_process_group
+
+        group = _resolve_process_group(group)  # type: ignore[arg-type]
+    return tuple(torch.distributed.get_process_group_ranks(group))
+
+
 def group_name(group: Any) -> str:
     """Name of a process group as it stands in a graph: a name, a ProcessGroup, or an input that holds one."""
     if isinstance(group, str):
@@ -162,11 +188,7 @@ def group_name(group: Any) -> str:
 
 def group_size(group: Any) -> int:
     """Number of ranks in a process group as it stands in a graph."""
-    if isinstance(group, str):
-        from torch.distributed.distributed_c10d import _resolve_process_group
-
-        group = _resolve_process_group(group)  # type: ignore[arg-type]
-    return torch.distributed.get_world_size(group)
+    return len(group_ranks(group))
 
 
 def find_flop_formula(target: Any) -> Callable[..., int] | None:
@@ -188,6 +210,14 @@ def find_flop_formula(target: Any) -> Callable[..., int] | None:
         return flop_registry.get(same_arguments.get(packet, packet))
     except TypeError:  # an unhashable target
         return None
+
+
+def fake_result(node: fx.Node) -> Any:
+    """What a node computes, as fake tensors, from the fake tensors of its inputs."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    mode = next(source.meta["val"].fake_mode for source in node.all_input_nodes)
+    with mode:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def rename(node: fx.Node, name: str) -> None:

@@ -75,4 +75,4 @@ def find_gathered_values(
 
 def _is_operator(node: fx.Node) -> bool:
     """Whether the node calls a plain operator. Calls of whole subgraphs are never part of a chain."""
-    return fxg.is_getitem(node) or isinstance(node.target, torch._ops.OpOverload)
+    return fxg.is_getitem(node) or fxg.operator_name(node) != ""

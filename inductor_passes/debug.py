@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from inductor_passes import _compat
-from inductor_passes.hooks import JointHook
+from inductor_passes.hooks import JointHook, PostGradHook
 from inductor_passes.install import make_setup
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class AotEagerBackend:
     def __init__(self, config: PassConfig | None = None) -> None:
         setup = make_setup(config)
         self._joint = JointHook((setup,), pinned=True)
+        self._post_grad = PostGradHook((setup,), pinned=True)
         self.graphs: list[tuple[str, fx.GraphModule]] = []
         self._backend = _compat.aot_autograd_backend(
             fw_compiler=self._compiler("forward"),
@@ -47,10 +48,11 @@ class AotEagerBackend:
     @property
     def records(self) -> list[PassRecord]:
         """What each pass did to each graph, in order."""
-        return list(self._joint.records)
+        return [*self._joint.records, *self._post_grad.records]
 
     def __call__(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        return self._backend(gm, inputs)
+        compiled: Callable[..., Any] = self._backend(gm, inputs)
+        return compiled
 
     def _partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         self._joint(joint.graph)
@@ -60,6 +62,7 @@ class AotEagerBackend:
         def compile_graph(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
             if kind == "inference":
                 self._joint(gm.graph)
+            self._post_grad(gm.graph)
             gm.recompile()
             self.graphs.append((kind, gm))
             return gm.forward

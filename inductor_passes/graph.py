@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from inductor_passes import _compat
+from inductor_passes.plan import GroupKey
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,14 +34,19 @@ ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 ALL_REDUCE = "all_reduce"
 
-# Namespaces whose operators talk to other ranks. Anything in them that is not one of the three bucketable
-# kinds or a wait is opaque to the passes: nothing is moved across it.
+# Collectives the passes understand, by operator; kinds as the cost model names them.
+_KINDS = {
+    "_c10d_functional::all_gather_into_tensor": ALL_GATHER,
+    "_c10d_functional::reduce_scatter_tensor": REDUCE_SCATTER,
+    "_c10d_functional::all_reduce": ALL_REDUCE,
+    "_c10d_functional::all_to_all_single": "all_to_all",
+    "_c10d_functional::broadcast": "broadcast",
+}
+_UNSAFE_VIEWS = ("aten::_unsafe_view", "aten::reshape")
+_WAIT = "_c10d_functional::wait_tensor"
+# Namespaces whose operators talk to other ranks. Whatever in them is not named above is opaque to the passes.
 _COMM_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem")
-# A start is (input, ..., group): where the reduce operation stands in the positional arguments, or None.
-_REDUCE_OP_POSITION = {ALL_GATHER: None, REDUCE_SCATTER: 1, ALL_REDUCE: 1}
-_GROUP_POSITION = {ALL_GATHER: 2, REDUCE_SCATTER: 3, ALL_REDUCE: 2}
-# "L['self'].layers.0.wq", "L['fn']._modules['layers']._modules['0']": the root is whatever object was
-# compiled.
+# "L['self'].layers.0.wq", "L['fn']._modules['layers']._modules['0']": the root is whatever was compiled.
 _STACK_ROOT = re.compile(r"^L\[['\"][^'\"]*['\"]\]\.?")
 _STACK_ITEM = re.compile(r"(?:\.?_modules)?\[['\"]?([^'\"\]]+)['\"]?\]")
 
@@ -61,23 +67,6 @@ class Tag:
     passes: str | None
 
 
-@dataclass(frozen=True, order=True)
-class GroupKey:
-    """Collectives with equal keys may share a bucket; others never do.
-
-    Args:
-        kind: "all_gather", "reduce_scatter" or "all_reduce".
-        group: process-group name as it stands in the graph. It identifies a group within one graph only.
-        dtype: name of the element type that is communicated, as in "bfloat16".
-        reduce_op: "sum", "avg", ...; "" for an all-gather.
-    """
-
-    kind: str
-    group: str
-    dtype: str
-    reduce_op: str
-
-
 def find_tag(node: fx.Node) -> Tag | None:
     """The unshard tag of a node, or None for a node that belongs to no parameter."""
     custom = node.meta.get("custom")
@@ -92,28 +81,24 @@ def is_tagged(graph: fx.Graph) -> bool:
     return any(find_tag(node) is not None for node in graph.nodes)
 
 
+def operator_name(node: fx.Node) -> str:
+    """Name of the operator a node calls, as in "aten::mm"; "" for anything that is no operator."""
+    return getattr(getattr(node.target, "_schema", None), "name", "") if node.op == "call_function" else ""
+
+
 def find_kind(node: fx.Node) -> str | None:
-    """The kind of a bucketable collective start ("all_gather", "reduce_scatter", "all_reduce"), or None."""
-    if node.op != "call_function":
-        return None
-    ops = torch.ops._c10d_functional
-    if node.target is ops.all_gather_into_tensor.default:
-        return ALL_GATHER
-    if node.target is ops.reduce_scatter_tensor.default:
-        return REDUCE_SCATTER
-    if node.target is ops.all_reduce.default:
-        return ALL_REDUCE
-    return None
+    """The kind of a collective start, None for every other node."""
+    return _KINDS.get(operator_name(node))
 
 
 def is_start(node: fx.Node) -> bool:
-    """Whether the node starts an all-gather, reduce-scatter or all-reduce."""
+    """Whether the node starts a collective that the passes understand."""
     return find_kind(node) is not None
 
 
 def is_wait(node: fx.Node) -> bool:
     """Whether the node waits for a collective."""
-    return node.op == "call_function" and node.target is torch.ops._c10d_functional.wait_tensor.default
+    return operator_name(node) == _WAIT
 
 
 def is_comm(node: fx.Node) -> bool:
@@ -124,9 +109,8 @@ def is_comm(node: fx.Node) -> bool:
 def is_barrier(node: fx.Node) -> bool:
     """Whether nothing that communicates may be moved across the node.
 
-    That is communication the passes do not understand, and operators with side effects. Random operators
-    are no
-    barrier: collectives leave the generators alone.
+    That is communication the passes do not understand, and operators with side effects. Random operators are
+    no barrier: collectives leave the generators alone.
     """
     if node.op == "call_module":
         return True
@@ -145,50 +129,49 @@ def get_kind(start: fx.Node) -> str:
     """The kind of a collective start.
 
     Raises:
-        ValueError: the node does not start a bucketable collective.
+        ValueError: the node starts no collective.
     """
     kind = find_kind(start)
     if kind is None:
-        raise ValueError(f"{start.format_node()} does not start an all-gather, reduce-scatter or all-reduce")
+        raise ValueError(f"{start.format_node()} starts no collective")
     return kind
 
 
-def _argument(node: fx.Node, position: int, name: str) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs[name]
+def _argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """An argument by its name in the operator's schema."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    if name not in names:
+        return default
+    position = names.index(name)
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
 def input_of(start: fx.Node) -> fx.Node:
     """The tensor a collective start sends."""
-    value = _argument(start, 0, "input")
+    value = _argument(start, "input")
     assert isinstance(value, fx.Node)
     return value
 
 
 def group_of(start: fx.Node) -> Any:
     """The process-group argument of a collective start, as it stands in the graph."""
-    return _argument(start, _GROUP_POSITION[get_kind(start)], "group_name")
-
-
-def reduce_op_of(start: fx.Node) -> str:
-    """The reduce operation of a collective start, "" for an all-gather."""
-    position = _REDUCE_OP_POSITION[get_kind(start)]
-    return "" if position is None else str(_argument(start, position, "reduce_op")).lower()
+    return _argument(start, "group_name")
 
 
 def world_of(start: fx.Node) -> int:
     """Number of ranks in the group of a collective start."""
-    kind = get_kind(start)
-    if kind == ALL_GATHER:
-        return int(_argument(start, 1, "group_size"))
-    if kind == REDUCE_SCATTER:
-        return int(_argument(start, 2, "group_size"))
-    return _compat.group_size(group_of(start))
+    size = _argument(start, "group_size")
+    return _compat.group_size(group_of(start)) if size is None else int(size)
 
 
 def group_key(start: fx.Node) -> GroupKey:
-    """Kind, process group, element type and reduce operation of a collective start."""
+    """Kind, process group, element type and reduce operation of a collective start.
+
+    The group is named as in the graph: a name that identifies it within this graph only.
+    """
     dtype = str(value_of(input_of(start)).dtype).removeprefix("torch.")
-    return GroupKey(get_kind(start), _compat.group_name(group_of(start)), dtype, reduce_op_of(start))
+    reduce_op = str(_argument(start, "reduce_op", "")).lower()
+    return GroupKey(get_kind(start), _compat.group_name(group_of(start)), dtype, reduce_op)
 
 
 def value_of(node: fx.Node) -> torch.Tensor:
@@ -203,31 +186,32 @@ def value_of(node: fx.Node) -> torch.Tensor:
     return value
 
 
-def size_bytes(node: fx.Node) -> int:
-    """Bytes of all tensors a node produces; symbolic sizes count with their hint."""
-    return sum(
-        _compat.size_hint(value.numel()) * value.element_size()
-        for value in _leaves(node.meta.get("val"))
-        if isinstance(value, torch.Tensor)
-    )
+def tensors_of(node: fx.Node) -> Iterable[torch.Tensor]:
+    """All fake tensors a node produces: one, none, or the members of a tuple."""
+    return _tensors(node.meta.get("val"))
 
 
-def _leaves(value: Any) -> Iterable[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
-    else:
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
         yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def size_bytes(node: fx.Node) -> int:
+    """Bytes of all tensors a node produces; symbolic sizes count with the value they were traced with."""
+    return sum(_compat.size_hint(value.numel()) * value.element_size() for value in tensors_of(node))
 
 
 def full_bytes(start: fx.Node) -> int:
-    """Bytes of the unsharded side of a collective: an all-gather's output, a reduction's input."""
+    """Bytes of the unsharded side of a collective: an all-gather's output, the input of any other."""
     return size_bytes(start) if find_kind(start) == ALL_GATHER else size_bytes(input_of(start))
 
 
 def is_tensor(node: fx.Node) -> bool:
     """Whether the node produces a tensor or a tuple holding one (not a size, a scalar or nothing)."""
-    return any(isinstance(value, torch.Tensor) for value in _leaves(node.meta.get("val")))
+    return next(iter(tensors_of(node)), None) is not None
 
 
 def is_getitem(node: fx.Node) -> bool:
@@ -281,8 +265,18 @@ def tangent_closure(graph: fx.Graph) -> set[fx.Node]:
 
 
 def starts(graph: fx.Graph) -> list[fx.Node]:
-    """All bucketable collective starts, in graph order."""
+    """All collective starts that the passes understand, in graph order."""
     return [node for node in graph.nodes if is_start(node)]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the result shares memory with an argument and costs nothing: view, transpose, slice, expand."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None:
+        return is_getitem(node)
+    aliases = [item.alias_info for item in schema.returns]
+    aliased = bool(aliases) and all(info is not None and not info.is_write for info in aliases)
+    return aliased or operator_name(node) in _UNSAFE_VIEWS
 
 
 def is_heavy(node: fx.Node) -> bool:

@@ -18,11 +18,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from inductor_passes import graph as fxg
-from inductor_passes._compat import CustomGraphPass, trace_structured
+from inductor_passes._compat import CustomGraphPass, is_tangent, trace_structured
+from inductor_passes.bucket import apply_plan, is_planned
+from inductor_passes.costs.model import ProfileCostModel
 from inductor_passes.labels import name_collectives
-from inductor_passes.report import PassRecord, schedule_lines
+from inductor_passes.planners import plan_collectives
+from inductor_passes.planners.check import check_plan
+from inductor_passes.program import read_program
+from inductor_passes.report import PassRecord, PlanReport, schedule_lines
 from inductor_passes.reshard import reshard_pass
-from inductor_passes.verify import Snapshot
+from inductor_passes.verify import Snapshot, check_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -106,7 +111,7 @@ class GraphHook(CustomGraphPass):
         return f"{type(self).__name__} {identity(self.setups) if self.active else 'inactive'}"
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.uuid() == other.uuid()  # type: ignore[attr-defined]
+        return type(self) is type(other) and self.uuid() == other.uuid()
 
     def __hash__(self) -> int:
         return hash(self.uuid())
@@ -138,7 +143,9 @@ class GraphHook(CustomGraphPass):
         """Apply the pass to a graph with tags."""
         raise NotImplementedError
 
-    def guarded(self, name: str, kind: str, graph: fx.Graph, apply: Callable[[], tuple[Any, ...]]) -> None:
+    def guarded(
+        self, name: str, kind: str, graph: fx.Graph, apply: Callable[[Snapshot], tuple[Any, ...]]
+    ) -> None:
         """Run a pass; when it fails, bring the graph back, warn once and keep the reason.
 
         Training goes on with the graph it would have had without the pass: slower, with the same values.
@@ -148,7 +155,7 @@ class GraphHook(CustomGraphPass):
         items: tuple[Any, ...] = ()
         failure = ""
         try:
-            items = apply()
+            items = apply(snapshot)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
             log.debug("%s pass failed on the %s graph", name, kind, exc_info=True)
@@ -175,4 +182,48 @@ class JointHook(GraphHook):
 
     def run(self, graph: fx.Graph, setup: Setup) -> None:
         name_collectives(graph, setup.key)
-        self.guarded("reshard", "joint", graph, lambda: reshard_pass(graph, setup.config.reshard))
+        self.guarded("reshard", "joint", graph, lambda _: reshard_pass(graph, setup.config.reshard))
+
+
+class PostGradHook(GraphHook):
+    """Bucketing and prefetch, on the graph of forward, of backward, or of a call without gradient."""
+
+    hook = "post_grad_custom_post_pass"
+
+    def run(self, graph: fx.Graph, setup: Setup) -> None:
+        if is_planned(graph):
+            return
+        kind = "backward" if any(map(is_tangent, graph.find_nodes(op="placeholder"))) else "forward"
+        self.guarded("bucket", kind, graph, lambda snapshot: (bucket_pass(graph, setup, snapshot),))
+
+
+def bucket_pass(graph: fx.Graph, setup: Setup, before: Snapshot) -> PlanReport:
+    """Read a graph, plan its collectives, rewrite it, verify it.
+
+    Args:
+        graph: forward, backward or inference graph, changed in place.
+        setup: options and hardware profile.
+        before: the graph as it was; on an exception the caller restores it.
+
+    Returns:
+        What was planned.
+
+    Raises:
+        ValueError: the plan breaks a rule.
+        VerificationError: the graph that came out breaks an invariant.
+    """
+    config, profile = setup.config, setup.profile
+    program = read_program(
+        graph,
+        ProfileCostModel(profile),
+        ranks_per_node=profile.value("ranks_per_node"),
+        blocks=config.blocks,
+        memory_budget_bytes=config.memory_budget_bytes,
+    )
+    plan = plan_collectives(program.problem, config.planner, bucketing=config.bucketing)
+    check_plan(program.problem, plan)
+    unread = apply_plan(graph, program, plan)
+    check_graph(graph, before)
+    for node in unread:
+        graph.erase_node(node)
+    return PlanReport(program.problem, plan)

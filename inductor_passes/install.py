@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from inductor_passes import _compat
 from inductor_passes.config import PassConfig
 from inductor_passes.costs.agree import agree_on_profile
-from inductor_passes.hooks import GraphHook, JointHook, Setup
+from inductor_passes.hooks import GraphHook, JointHook, PostGradHook, Setup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_HOOKS: tuple[type[GraphHook], ...] = (JointHook,)
+_HOOKS: tuple[type[GraphHook], ...] = (JointHook, PostGradHook)
 
 
 def install(config: PassConfig | None = None) -> str:

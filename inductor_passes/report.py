@@ -13,6 +13,8 @@ from inductor_passes import graph as fxg
 if TYPE_CHECKING:
     from torch import fx
 
+    from inductor_passes.plan import Plan, PlanningProblem
+
 BUCKET_KEY = "simplefsdp_bucket"
 
 
@@ -44,6 +46,39 @@ class PassRecord:
         before = (f"    {line}" for line in self.before)
         after = (f"    {line}" for line in self.after)
         return "\n".join([*lines, "  before:", *before, "  after:", *after])
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan with the problem it solves, for reading. All times are modelled."""
+
+    problem: PlanningProblem
+    plan: Plan
+
+    def __str__(self) -> str:
+        plan, items = self.plan, self.problem.collectives
+        alone = dict(plan.alone)
+        exposed = {item.bucket: item for item in plan.exposed}
+        head = (
+            f"planner {plan.planner}: {len(items)} collectives in {len(plan.buckets)} buckets; modelled "
+            f"{plan.step_ns / 1e6:.3f} ms, {plan.exposed_ns / 1e6:.3f} ms of it exposed; "
+            f"lower bound {plan.lower_bound.time_ns / 1e6:.3f} ms ({plan.lower_bound.limit}); "
+            f"{plan.peak_in_flight_bytes / 2**20:.1f} MiB in flight"
+        )
+        lines = [head]
+        for number, bucket in enumerate(plan.buckets):
+            members = [items[member] for member in bucket.members]
+            size = sum(member.size_bytes for member in members)
+            text = (
+                f"{members[0].key} {size / 2**20:.2f} MiB, start in slot {bucket.issue_slot}, wait in slot "
+            )
+            text += f"{bucket.wait_slot}: {'+'.join(member.name for member in members)}"
+            if bucket.members[0] in alone:
+                text += f"; alone: {alone[bucket.members[0]].value}"
+            if number in exposed:
+                text += f"; exposed {exposed[number].exposed_ns / 1e3:.1f} us: {exposed[number].reason}"
+            lines.append(text)
+        return "\n  ".join(lines)
 
 
 def schedule_lines(graph: fx.Graph) -> list[str]:

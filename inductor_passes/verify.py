@@ -14,6 +14,8 @@ from inductor_passes import graph as fxg
 if TYPE_CHECKING:
     from torch import fx
 
+    from inductor_passes.plan import GroupKey
+
 
 class VerificationError(Exception):
     """A pass left a graph that breaks an invariant; the text says which and where."""
@@ -51,11 +53,12 @@ class Snapshot:
             previous = node
 
 
-def traffic(graph: fx.Graph) -> Counter[fxg.GroupKey]:
+def traffic(graph: fx.Graph) -> Counter[GroupKey]:
     """Bytes of the unsharded side of all collectives that something reads, per group key."""
-    total: Counter[fxg.GroupKey] = Counter()
+    total: Counter[GroupKey] = Counter()
     for start in fxg.starts(graph):
-        if start.users:
+        wait = fxg.find_wait(start)
+        if start.users and (wait is None or wait.users):
             total[fxg.group_key(start)] += fxg.full_bytes(start)
     return total
 

@@ -30,13 +30,13 @@ STACKS = {
         cli
     """,
     "inductor_passes": """
-        _compat config graph labels chains
+        _compat config plan graph labels chains
         costs/topology costs/profiles costs/collective costs/compute costs/model
         costs/fit costs/measure costs/calibrate costs/agree costs/__init__
-        timeline plan
+        timeline
         planners/instance planners/schedule planners/check planners/bound planners/order planners/segment
         planners/place planners/simple planners/exact planners/search planners/auto planners/explain planners/__init__
-        reshard bucket reorder verify report
+        work program report verify reshard bucket reorder
         hooks install debug __init__
     """,
 }

@@ -1,0 +1,326 @@
+"""Read a forward or backward graph as a planning problem: compute regions, slots, and collectives with their windows.
+
+It owns the division of a graph into what stays where it is and what travels with a collective. It must not know how
+plans are found or applied, and it changes no graph.
+
+Compute nodes are *anchored*: they keep their order and are cut into regions. What only serves a collective *floats*
+and goes wherever its collective goes::
+
+    floats before a start      shard -> cast -> pad -> [start]        gradient -> transpose -> cast -> [start]
+    floats after a wait        [wait] -> slice -> transpose -> matmul    [wait] -> cast -> output
+
+A region ends where a plan may want to act: before a matrix product, before the first reader of a collective's result,
+after the producer of a collective's input, and around barriers and collectives that are not ours to move. Floating
+nodes count as no compute, so that ranks with uneven shards, whose graphs differ in padding, see equal problems.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from typing import TYPE_CHECKING
+
+from inductor_passes import _compat, work
+from inductor_passes import graph as fxg
+from inductor_passes.config import class_name_of
+from inductor_passes.costs.topology import GroupTopology, topology_of
+from inductor_passes.plan import Collective, GroupKey, PlanningProblem, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import fx
+
+    from inductor_passes.costs.model import CostModel
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A graph, read for planning. Numbers of collectives and regions are those of the problem.
+
+    Args:
+        regions: anchored nodes of each region, in graph order.
+        starts: the start of each collective, in graph order.
+        waits: the wait of each collective.
+        problem: what the planners see.
+    """
+
+    regions: tuple[tuple[fx.Node, ...], ...]
+    starts: tuple[fx.Node, ...]
+    waits: tuple[fx.Node, ...]
+    problem: PlanningProblem
+
+
+def read_program(
+    graph: fx.Graph,
+    cost: CostModel,
+    ranks_per_node: int,
+    blocks: Sequence[str] = (),
+    memory_budget_bytes: int | None = None,
+) -> Program:
+    """Read a graph as a planning problem.
+
+    Args:
+        graph: a forward, backward or inference graph with fake tensors.
+        cost: prices of compute and communication.
+        ranks_per_node: ranks that share a node, in the whole job.
+        blocks: the modules of `PassConfig.blocks`.
+        memory_budget_bytes: bound on bytes in flight, None for none.
+
+    Returns:
+        The program; without collectives if the graph has none. Time is linear in nodes and edges.
+    """
+    starts = [node for node in fxg.starts(graph) if fxg.find_wait(node) is not None]
+    roles = {start: role_of(start) for start in starts}
+    walk = _Walk(starts, roles, find_floating(graph, roles))
+    for node in graph.nodes:
+        walk.visit(node)
+    labels = group_labels(starts)
+    topologies = group_topologies(starts, ranks_per_node)
+    nominal = work.nominal_size(graph)
+    collectives = []
+    for number, (start, window) in enumerate(zip(starts, walk.windows(), strict=True)):
+        key = _planning_key(start, number, labels)
+        topology = topologies[key.group]
+        collectives.append(_collective(start, key, window, cost, topology, nominal, blocks))
+    problem = PlanningProblem(
+        region_ns=tuple(sum(map(cost.compute_ns, work.kernels(nodes, nominal))) for nodes in walk.regions),
+        collectives=tuple(collectives),
+        alpha_ns={
+            key: cost.alpha_ns(key.kind, topologies[key.group])
+            for key in sorted({c.key for c in collectives})
+        },
+        issue_ns=cost.issue_ns(),
+        kernel_ns=cost.kernel_ns(),
+        memory_budget_bytes=memory_budget_bytes,
+    )
+    waits = tuple(wait for wait in map(fxg.find_wait, starts) if wait is not None)
+    return Program(tuple(map(tuple, walk.regions)), tuple(starts), waits, problem)
+
+
+def _planning_key(start: fx.Node, number: int, labels: dict[str, str]) -> GroupKey:
+    """A collective's group key with the group's label; one of symbolic size has a key that no other shares, because
+    buckets are laid out in fixed sizes."""
+    key = fxg.group_key(start)
+    key = dataclasses.replace(key, group=labels[key.group])
+    sizes = (*fxg.value_of(fxg.input_of(start)).shape, *fxg.value_of(start).shape)
+    static = all(isinstance(size, int) for size in sizes)
+    return key if static else dataclasses.replace(key, dtype=f"{key.dtype} of symbolic size {number}")
+
+
+def role_of(start: fx.Node) -> Role:
+    """Whether a collective gathers a parameter, reduces a gradient, or is none of ours."""
+    if fxg.find_tag(start) is None:
+        return Role.FIXED
+    kind = fxg.get_kind(start)
+    if kind == fxg.ALL_GATHER:
+        return Role.GATHER
+    return Role.REDUCE if kind in (fxg.REDUCE_SCATTER, fxg.ALL_REDUCE) else Role.FIXED
+
+
+def find_floating(graph: fx.Graph, roles: dict[fx.Node, Role]) -> set[fx.Node]:
+    """The nodes that only serve a movable collective: what prepares its input or unpacks its result, cheaply.
+
+    That is, nodes of an unshard, views, and light operators on nothing but graph inputs, if all that they feed (or
+    all that they read) is a movable collective or floats itself.
+    """
+    movable = {start for start, role in roles.items() if role is not Role.FIXED}
+    waits = {wait for start in movable if (wait := fxg.find_wait(start)) is not None}
+    from_inputs: set[fx.Node] = set()
+    for node in graph.nodes:
+        light = node.op == "placeholder" or (_may_float(node) and not fxg.is_heavy(node))
+        if light and all(source in from_inputs for source in node.all_input_nodes):
+            from_inputs.add(node)
+    floating: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        serves = node.users and all(user in movable or user in floating for user in node.users)
+        if serves and _may_float(node) and (_is_service(node) or node in from_inputs):
+            floating.add(node)
+    for node in graph.nodes:
+        sources = node.all_input_nodes
+        unpacks = sources and all(source in waits or source in floating for source in sources)
+        if unpacks and _may_float(node) and _is_service(node):
+            floating.add(node)
+    return floating
+
+
+def _may_float(node: fx.Node) -> bool:
+    return (
+        node.op == "call_function"
+        and not fxg.is_start(node)
+        and not fxg.is_wait(node)
+        and not fxg.is_barrier(node)
+        and not fxg.is_random(node)
+    )
+
+
+def _is_service(node: fx.Node) -> bool:
+    return fxg.is_view(node) or fxg.find_tag(node) is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """The slots a collective may use, and the collectives whose results it needs."""
+
+    earliest_issue: int
+    latest_issue: int
+    latest_wait: int
+    depends_on: tuple[int, ...]
+
+
+class _Walk:
+    """One pass over a graph in order: cuts regions and notes where each collective may start and must end."""
+
+    def __init__(self, starts: Sequence[fx.Node], roles: dict[fx.Node, Role], floating: set[fx.Node]) -> None:
+        self.regions: list[list[fx.Node]] = []
+        self._open: list[fx.Node] = []
+        self._barriers: list[int] = []  # regions that are a barrier
+        self._number = {start: number for number, start in enumerate(starts)}
+        self._fixed = [roles[start] is Role.FIXED for start in starts]
+        self._floating = floating
+        # Of each node so far: the first slot where it may exist, and the collectives whose results it carries
+        # to whoever reads it.
+        self._ready: dict[fx.Node, int] = {}
+        self._carried: dict[fx.Node, frozenset[int]] = {}
+        # Of each collective so far.
+        self._earliest: list[int] = []
+        self._depends: list[frozenset[int]] = []
+        self._barriers_before: list[int] = []
+        self._traced_wait: dict[int, int] = {}
+        self._first_use: dict[int, int] = {}
+
+    def visit(self, node: fx.Node) -> None:
+        """Take the next node of the graph."""
+        ready = max((self._ready[source] for source in node.all_input_nodes), default=0)
+        carried = frozenset[int]().union(*(self._carried[source] for source in node.all_input_nodes))
+        if node in self._number:
+            self._visit_start(self._number[node], ready, carried)
+        elif fxg.is_wait(node) and node.all_input_nodes[0] in self._number:
+            number = self._number[node.all_input_nodes[0]]
+            ready, carried = self._visit_wait(number), frozenset({number})
+        elif node.op == "output":
+            self._close()
+        elif node.op == "call_function" and node not in self._floating:
+            ready, carried = self._visit_anchored(node, carried), frozenset()
+        self._ready[node], self._carried[node] = ready, carried
+
+    def _close(self) -> int:
+        """End the open region; the number of the slot after it."""
+        if self._open:
+            self.regions.append(self._open)
+            self._open = []
+        return len(self.regions)
+
+    def _visit_start(self, number: int, ready: int, carried: frozenset[int]) -> None:
+        after_barrier = self._barriers[-1] + 1 if self._barriers else 0
+        self._earliest.append(self._close() if self._fixed[number] else max(ready, after_barrier))
+        self._depends.append(carried)
+        self._barriers_before.append(len(self._barriers))
+
+    def _visit_wait(self, number: int) -> int:
+        if not self._fixed[number]:
+            return self._earliest[number]
+        self._traced_wait[number] = self._close()
+        return self._traced_wait[number]
+
+    def _visit_anchored(self, node: fx.Node, carried: frozenset[int]) -> int:
+        # A start or wait without its other half is something the passes do not understand.
+        barrier = fxg.is_barrier(node) or fxg.is_start(node) or fxg.is_wait(node)
+        first_used = [number for number in carried if number not in self._first_use]
+        if barrier or first_used or fxg.is_heavy(node):
+            self._close()
+        for number in first_used:
+            self._first_use[number] = len(self.regions)
+        if barrier:
+            self._barriers.append(len(self.regions))
+        self._open.append(node)
+        feeds_start = any(user in self._floating or user in self._number for user in node.users)
+        return self._close() if barrier or feeds_start else len(self.regions) + 1
+
+    def windows(self) -> list[Window]:
+        """The window of every collective, once all nodes were visited."""
+        last = len(self.regions)
+        latest = [last] * len(self._earliest)
+        windows: list[Window] = []
+        for number in reversed(range(len(latest))):
+            if self._fixed[number]:
+                issue, wait = self._earliest[number], self._traced_wait[number]
+            else:
+                next_barrier = self._barriers[self._barriers_before[number] :][:1]
+                issue = wait = min([latest[number], self._first_use.get(number, last), *next_barrier])
+            for other in self._depends[number]:
+                latest[other] = min(latest[other], issue)
+            depends_on = tuple(sorted(self._depends[number]))
+            windows.append(Window(self._earliest[number], issue, wait, depends_on))
+        return windows[::-1]
+
+
+def group_labels(starts: Iterable[fx.Node]) -> dict[str, str]:
+    """Names for process groups that are equal on every rank and in every run: numbered as they first occur."""
+    names = dict.fromkeys(_compat.group_name(fxg.group_of(start)) for start in starts)
+    return {name: f"group{number}" for number, name in enumerate(names)}
+
+
+def group_topologies(starts: Iterable[fx.Node], ranks_per_node: int) -> dict[str, GroupTopology]:
+    """Where the ranks of each process group sit, by the group's label."""
+    starts = list(starts)
+    groups = {_compat.group_name(fxg.group_of(start)): fxg.group_of(start) for start in starts}
+    labels = group_labels(starts)
+    return {
+        labels[name]: topology_of(_compat.group_ranks(group), ranks_per_node)
+        for name, group in groups.items()
+    }
+
+
+def find_block(node: fx.Node, blocks: Sequence[str]) -> str | None:
+    """The innermost module of `blocks` that a node was traced in, None when there is none.
+
+    Args:
+        node: a node with a module stack.
+        blocks: fully qualified names, globs whose `*` stands for one part of a name, or class names, qualified or
+            not. A module whose class derives from a named one counts.
+    """
+    for fqn, cls in reversed(fxg.module_stack(node)):
+        bases = cls.__mro__ if isinstance(cls, type) else ()
+        names = (
+            {cls}
+            if isinstance(cls, str)
+            else {name for c in bases for name in (c.__name__, class_name_of(c))}
+        )
+        if any(block in names or _matches(fqn, block) for block in blocks):
+            return fqn
+    return None
+
+
+def _matches(fqn: str, pattern: str) -> bool:
+    parts, patterns = fqn.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+
+
+def _collective(
+    start: fx.Node,
+    key: GroupKey,
+    window: Window,
+    cost: CostModel,
+    topology: GroupTopology,
+    nominal: int,
+    blocks: Sequence[str],
+) -> Collective:
+    sent = work.moved_bytes([fxg.input_of(start)], nominal)
+    received = work.moved_bytes([start], nominal)
+    full = received if key.kind == fxg.ALL_GATHER else sent
+    return Collective(
+        name=fxg.param_fqn(start) or key.kind,
+        key=key,
+        role=role_of(start),
+        size_bytes=full,
+        transfer_ns=cost.transfer_ns(key.kind, topology, full),
+        earliest_issue=window.earliest_issue,
+        latest_issue=window.latest_issue,
+        latest_wait=window.latest_wait,
+        depends_on=window.depends_on,
+        copy_in_ns=cost.copy_ns(sent),
+        copy_out_ns=cost.copy_ns(received),
+        staging_bytes=full,
+        block=find_block(start, blocks),
+    )

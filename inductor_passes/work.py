@@ -1,0 +1,101 @@
+"""How much work graph nodes are: floating-point operations and bytes moved, per kernel they will become.
+
+It owns the reading of sizes for costs and the guess at what will be fused. It must not know hardware or times.
+
+Sizes that depend on the input stand for a fixed nominal number, not for what one rank happened to see: ranks may see
+different lengths, and their plans must be equal.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from inductor_passes import _compat
+from inductor_passes import graph as fxg
+from inductor_passes.costs.compute import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import fx
+
+# What all symbolic sizes of a graph multiply to: about the tokens one rank handles in one step of the published
+# Llama 3.1 runs (sequence 8192, local batch 1 or 2; torchtitan, December 2024).
+NOMINAL_SYMBOLIC_ELEMENTS = 8192
+
+
+def nominal_size(graph: fx.Graph) -> int:
+    """The number that stands for each symbolic size of a graph."""
+    symbols: set[Any] = set()
+    for node in graph.find_nodes(op="placeholder"):
+        for value in fxg.tensors_of(node):
+            for size in value.shape:
+                symbols.update(_compat.free_symbols(size))
+    return max(1, round(NOMINAL_SYMBOLIC_ELEMENTS ** (1 / len(symbols)))) if symbols else 1
+
+
+def kernels(nodes: Sequence[fx.Node], nominal: int) -> list[Work]:
+    """The kernels that consecutive nodes become.
+
+    Matrix products, convolutions and attention are a kernel each. All others are taken to fuse into one kernel, which
+    reads what comes from outside and writes what is read outside. Views are no work.
+
+    Args:
+        nodes: compute nodes in graph order, without communication.
+        nominal: what each symbolic size counts as.
+    """
+    heavy = [node for node in nodes if fxg.is_heavy(node)]
+    cheap = [
+        node for node in nodes if not fxg.is_heavy(node) and not fxg.is_view(node) and fxg.is_tensor(node)
+    ]
+    work = [_heavy_kernel(node, nominal) for node in heavy]
+    if cheap:
+        work.append(_fused_kernel(cheap, nominal))
+    return work
+
+
+def _heavy_kernel(node: fx.Node, nominal: int) -> Work:
+    formula = _compat.find_flop_formula(node.target)
+    assert formula is not None
+    args, kwargs = torch.fx.map_arg(
+        (node.args, node.kwargs), lambda source: _sized(source.meta.get("val"), nominal)
+    )
+    flops = formula(*args, out_val=_sized(node.meta.get("val"), nominal), **kwargs)
+    moved = moved_bytes((*node.all_input_nodes, node), nominal)
+    return Work(flops=int(flops), moved_bytes=moved, dtype=_dtype(node))
+
+
+def _fused_kernel(nodes: Sequence[fx.Node], nominal: int) -> Work:
+    inside = set(nodes)
+    read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
+    written = [node for node in nodes if any(user not in inside for user in node.users)]
+    return Work(
+        moved_bytes=moved_bytes(read, nominal) + moved_bytes(written, nominal), dtype=_dtype(nodes[-1])
+    )
+
+
+def moved_bytes(nodes: Iterable[fx.Node], nominal: int) -> int:
+    """Bytes of all tensors the nodes produce, with symbolic sizes at their nominal value."""
+    return sum(
+        _compat.evaluate(value.numel(), nominal) * value.element_size()
+        for node in nodes
+        for value in fxg.tensors_of(node)
+    )
+
+
+def _sized(value: Any, nominal: int) -> Any:
+    """A value with every symbolic size replaced; tensors become meta tensors, which have a shape and no data."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty([_compat.evaluate(size, nominal) for size in value.shape], device="meta")
+    if isinstance(value, (list, tuple)):
+        return [_sized(item, nominal) for item in value]
+    return _compat.evaluate(value, nominal) if isinstance(value, torch.SymInt) else value
+
+
+def _dtype(node: fx.Node) -> str:
+    """The element type that decides the speed: that of the first floating-point input, or of the result."""
+    values = [value for source in (*node.all_input_nodes, node) for value in fxg.tensors_of(source)]
+    floating = [value.dtype for value in values if value.dtype.is_floating_point]
+    return str(floating[0] if floating else values[0].dtype).removeprefix("torch.")
