@@ -6,8 +6,9 @@ import json
 import os
 import random
 import shutil
+import signal
+import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from simplefsdp import simple_fsdp
 from simplefsdp.llama.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -30,6 +32,7 @@ from simplefsdp.llama.checkpoint import (
 )
 from simplefsdp.llama.checkpoint_files import CheckpointFiles, Manifest, record_of, write_synced
 from tests.helpers.meshes import mesh
+from tests.helpers.mortal import MortalRanks
 
 # (shape, dtype, sharded dim); None replicates. Over 4, 3 or 2 ranks these are even, uneven and empty.
 AWKWARD = {
@@ -89,12 +92,6 @@ def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-@cache
-def submesh(world_size: int) -> tuple[DeviceMesh, dist.ProcessGroup]:
-    """Mesh over the first ranks, and a gloo group of theirs. Collective over all ranks."""
-    return DeviceMesh("cpu", list(range(world_size))), dist.new_group(list(range(world_size)))
-
-
 # -- what comes back ------------------------------------------------------------------------------------------
 
 
@@ -109,18 +106,15 @@ def train_and_save(rank: int, world_size: int, directory: Path, optimizer_name: 
 
 
 def load_and_train(
-    rank: int, world_size: int, directory: Path, optimizer_name: str, ranks: int
-) -> tuple[dict[str, Tensor], Any] | None:
-    on, group = submesh(ranks)
-    if rank >= ranks:
-        return None
-    model = Awkward(on)
+    rank: int, world_size: int, directory: Path, optimizer_name: str
+) -> tuple[dict[str, Tensor], Any]:
+    model = Awkward(mesh(world_size))
     for parameter in model.parameters():
         nn.init.constant_(parameter, -1.0)
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())  # no state yet
     optimizer.param_groups[0]["lr"] = 99.0
     state = {**train_state(model, optimizer), "trainer": None}
-    with Checkpointer(directory, process_group=group) as checkpointer:
+    with Checkpointer(directory) as checkpointer:
         assert checkpointer.load(state) == 2
     restore(model, optimizer, state)
     assert model.tied.weight is model.even
@@ -142,7 +136,7 @@ def test_four_ranks_to_fewer_continues_bitwise(workers: Any, tmp_path: Path, hyb
     workers(4).run(train_and_save, tmp_path, "adamw", hybrid)
     expected = reference("adamw")
     for ranks in (4, 3, 2, 1):
-        for parameters, trainer in workers(4).run(load_and_train, tmp_path, "adamw", ranks)[:ranks]:
+        for parameters, trainer in workers(ranks).run(load_and_train, tmp_path, "adamw"):
             assert trainer == {"step": 2, "position": [7, 9]}
             assert parameters.keys() == expected.keys() == {*AWKWARD, "tied.weight"}
             for name, tensor in expected.items():
@@ -152,7 +146,7 @@ def test_four_ranks_to_fewer_continues_bitwise(workers: Any, tmp_path: Path, hyb
 @pytest.mark.parametrize("optimizer", ["momentum", "nadam"])
 def test_other_optimizers_continue_bitwise(workers: Any, tmp_path: Path, optimizer: str) -> None:
     workers(4).run(train_and_save, tmp_path, optimizer, False)
-    parameters, _ = workers(4).run(load_and_train, tmp_path, optimizer, 3)[0]
+    parameters, _ = workers(3).run(load_and_train, tmp_path, optimizer)[0]
     expected = reference(optimizer)
     assert all(torch.equal(parameters[name], tensor) for name, tensor in expected.items())
 
@@ -168,7 +162,7 @@ def train_uninterrupted(rank: int, world_size: int, optimizer_name: str) -> dict
 def test_fused_optimizer_continues_bitwise_on_equal_ranks(workers: Any, tmp_path: Path) -> None:
     # On another number of ranks the fused kernel rounds the ends of its shards differently.
     workers(4).run(train_and_save, tmp_path, "fused", False)
-    parameters, _ = workers(4).run(load_and_train, tmp_path, "fused", 4)[0]
+    parameters, _ = workers(4).run(load_and_train, tmp_path, "fused")[0]
     expected = workers(4).run(train_uninterrupted, "fused")[0]
     assert all(torch.equal(parameters[name], tensor) for name, tensor in expected.items())
 
@@ -194,11 +188,15 @@ def language_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def compiled_sharded_to_plain(rank: int, world_size: int, directory: Path) -> None:
+def compiled_sharded_to_plain(rank: int, world_size: int, directory: Path, front_end: str) -> None:
     torch.manual_seed(1)
     model = Language()
-    model.block = torch.compile(model.block, backend="aot_eager")
-    fully_shard(model)
+    if front_end == "fully_shard":
+        model.block = torch.compile(model.block, backend="aot_eager")
+        fully_shard(model)
+    else:
+        simple_fsdp(model, mesh(2))
+        model.block = torch.compile(model.block, backend="aot_eager")
     compiled = torch.compile(model, backend="aot_eager")
     optimizer = torch.optim.AdamW(
         [{"params": [model.embedding.weight], "weight_decay": 0.5}, {"params": [*model.block.parameters()]}]
@@ -240,8 +238,64 @@ def compiled_sharded_to_plain(rank: int, world_size: int, directory: Path) -> No
         assert torch.equal(_full(tensor), expected[name]), name
 
 
-def test_wrapped_and_sharded_names_fit_the_plain_model(workers: Any, tmp_path: Path) -> None:
-    workers(2).run(compiled_sharded_to_plain, tmp_path)
+@pytest.mark.parametrize("front_end", ["simple_fsdp", "fully_shard"])
+def test_wrapped_and_sharded_names_fit_the_plain_model(workers: Any, tmp_path: Path, front_end: str) -> None:
+    workers(2).run(compiled_sharded_to_plain, tmp_path, front_end)
+
+
+class Weighted(nn.Module):
+    """Awkward parameters whose gradients are whole numbers: their mean over any number of ranks is exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in AWKWARD:
+            self.register_parameter(name, nn.Parameter(values(name, 0)))
+
+    def forward(self, step: int) -> Tensor:
+        weighted = [getattr(self, name) * values(name, step).mul(8).round() for name in AWKWARD]
+        return torch.stack([term.float().sum() for term in weighted]).sum()
+
+    def train_steps(self, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            self(step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def weighted_on(on: DeviceMesh | None) -> tuple[Weighted, torch.optim.Optimizer]:
+    model = Weighted()
+    if on is not None:
+        simple_fsdp(model, on)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def train_simple_fsdp_and_save(rank: int, world_size: int, directory: Path) -> None:
+    model, optimizer = weighted_on(mesh(4))
+    model.train_steps(optimizer, range(1, 3))
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(2, train_state(model, optimizer))
+
+
+def load_simple_fsdp_and_train(rank: int, world_size: int, directory: Path) -> dict[str, Tensor]:
+    model, optimizer = weighted_on(mesh(world_size))
+    state = train_state(model, optimizer)
+    with Checkpointer(directory) as checkpointer:
+        assert checkpointer.load(state) == 2
+    restore(model, optimizer, state)
+    model.train_steps(optimizer, range(3, 5))
+    return {name: _full(tensor) for name, tensor in model.state_dict().items()}
+
+
+def test_simple_fsdp_on_four_ranks_to_fewer_continues_bitwise(workers: Any, tmp_path: Path) -> None:
+    workers(4).run(train_simple_fsdp_and_save, tmp_path)
+    model, optimizer = weighted_on(None)
+    model.train_steps(optimizer, range(1, 5))
+    expected = model.state_dict()
+    for ranks in (3, 2):
+        for parameters in workers(ranks).run(load_simple_fsdp_and_train, tmp_path):
+            assert parameters.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert torch.equal(parameters[name], tensor), (name, ranks)
 
 
 def save_random_state(rank: int, world_size: int, directory: Path) -> Tensor:
@@ -270,6 +324,23 @@ def test_random_state_continues_per_rank_and_is_reseeded_on_other_ranks(workers:
     assert absent
     assert not torch.equal(first, second)
     assert not any(torch.equal(first, known) for known in expected)
+
+
+def save_on_some_ranks(rank: int, world_size: int, directory: Path) -> None:
+    group = dist.new_group([1, 2])
+    on = DeviceMesh("cpu", [1, 2])
+    if rank in (1, 2):
+        weight = distribute_tensor(torch.arange(5.0), on, [Shard(0)], src_data_rank=None)
+        with Checkpointer(directory, process_group=group) as checkpointer:
+            checkpointer.save(1, {"model": {"weight": weight.clone()}})
+            state = {"model": {"weight": weight.zero_()}}
+            assert checkpointer.load(state) == 1
+        assert torch.equal(state["model"]["weight"].full_tensor(), torch.arange(5.0))
+        dist.barrier(group)  # closing has not ended a group that was only lent
+
+
+def test_group_of_some_ranks(workers: Any, tmp_path: Path) -> None:
+    workers(3).run(save_on_some_ranks, tmp_path)
 
 
 # -- saves and their failures ---------------------------------------------------------------------------------
@@ -525,6 +596,41 @@ def test_needs_a_process_group(tmp_path: Path) -> None:
 
 
 # -- accidents ------------------------------------------------------------------------------------------------
+
+
+def save_until_killed(rank: int, world_size: int, directory: Path) -> None:
+    """Continue from the newest checkpoint and write one per step; step n holds the value n everywhere."""
+    with Checkpointer(directory, keep_last=2) as checkpointer:
+        found, value = loaded_number(checkpointer)
+        step = found or 0
+        assert value == step
+        assert checkpointer.skipped == ()
+        print(f"at {step}", flush=True)
+        while True:
+            step += 1
+            checkpointer.save(step, {**number_state(float(step)), "rng": rng_state()})
+            print(f"saving {step}", flush=True)  # the one before is complete
+
+
+def test_kill_at_any_moment_leaves_a_checkpoint(tmp_path: Path) -> None:
+    """Kill both ranks in the middle of a save, together or one after the other, several times over."""
+    moments = random.Random(20)
+    complete = 0
+    for attempt in range(7):
+        ranks = MortalRanks(save_until_killed, 2, tmp_path / f"attempt{attempt}", tmp_path / "checkpoints")
+        ranks.wait_for_line("at ", [0])
+        start = int(ranks.log(0).splitlines()[0].removeprefix("at "))
+        assert start >= complete
+        ranks.wait_for_line(f"saving {start + 1}", [0])
+        started_at = time.monotonic()
+        ranks.wait_for_line(f"saving {start + 2}", [0])
+        time.sleep(moments.uniform(0.0, time.monotonic() - started_at))
+        for pid in moments.sample(ranks.pids, 2):
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(moments.choice([0.0, 0.02]))
+        complete = start + 1
+        assert -signal.SIGKILL in ranks.wait(), ranks.log(0)
+    assert complete >= 7
 
 
 class Crash(BaseException):
