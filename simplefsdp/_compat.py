@@ -24,6 +24,7 @@ __all__ = [
     "reduce_scatter",
     "root_mesh",
     "strided_shard",
+    "version",
 ]
 
 
@@ -50,8 +51,13 @@ def all_reduce(tensor: torch.Tensor, op: str, group_name: str) -> torch.Tensor:
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """The local tensor itself (no autograd, no fresh view), whose version counter moves with writes to it."""
+    """The local tensor itself: no autograd, no fresh view."""
     return tensor._local_tensor
+
+
+def version(tensor: DTensor) -> tuple[int, int]:
+    """Counts in-place writes: ops on a DTensor move its own counter, writes to the local tensor the local one's."""
+    return tensor._version, tensor._local_tensor._version
 
 
 def in_backward() -> bool:

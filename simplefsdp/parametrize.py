@@ -287,8 +287,7 @@ def _read(module: nn.Module, name: str) -> Any:
     spec = slot.spec
     key = None
     if not compiling and state.reads is not None:
-        local = _compat.local_tensor(param)
-        key = (name, local._version, param.requires_grad and torch.is_grad_enabled(), wrap.accumulating)
+        key = (name, _compat.version(param), param.requires_grad and torch.is_grad_enabled(), wrap.accumulating)
         if key in state.reads:
             return state.reads[key]
     with torch.fx.traceback.annotate(_tag(name, wrap, spec)):
@@ -301,7 +300,7 @@ def _read(module: nn.Module, name: str) -> Any:
     if not compiling:
         if spec.reshard_after_forward:
             whole = _compat.local_tensor(full) if isinstance(full, DTensor) else full
-            regather.track(whole, _compat.local_tensor(param), spec)
+            regather.track(whole, param, spec)
         if wrap.trail is not None:
             wrap.trail.record(slot, full)
         if key is not None and state.reads is not None:

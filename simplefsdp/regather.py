@@ -29,11 +29,12 @@ __all__ = ["forward_scope", "in_forward", "track"]
 class _Recipe:
     """How to make one gathered parameter again."""
 
-    def __init__(self, shard: torch.Tensor, spec: ShardSpec) -> None:
-        self.shard, self.spec, self.version = shard, spec, shard._version
+    def __init__(self, param: DTensor, spec: ShardSpec) -> None:
+        self.param, self.shard, self.spec = param, _compat.local_tensor(param), spec
+        self.version = _compat.version(param)
 
     def make(self) -> torch.Tensor:
-        if self.shard._version != self.version:
+        if _compat.version(self.param) != self.version:
             raise RuntimeError(
                 f"parameter '{self.spec.name}' of shape {self.spec.shape} was changed in place between forward and "
                 "backward, so its gradient would be wrong; step the optimizer after backward, or pass "
@@ -140,17 +141,20 @@ def in_forward() -> bool:
     return _current.get() is not None or _compat.in_backward()
 
 
-def track(full: torch.Tensor, shard: torch.Tensor, spec: ShardSpec) -> None:
-    """Have `full`, just gathered from `shard`, freed after forward and gathered again for backward."""
+def track(full: torch.Tensor, param: DTensor, spec: ShardSpec) -> None:
+    """Have `full`, just gathered from `param`, freed after forward and gathered again for backward."""
     forward = _current.get()
+    shard = _compat.local_tensor(param)
     if forward is not None and full.untyped_storage().data_ptr() != shard.untyped_storage().data_ptr():
-        forward.track(full, _Recipe(shard, spec))
+        forward.track(full, _Recipe(param, spec))
 
 
 @contextlib.contextmanager
 def forward_scope() -> Iterator[None]:
     """Mark this thread as inside a forward; the outermost scope installs the saved-tensor hooks."""
-    if _current.get() is not None:
+    # Inside a backward, activation checkpointing recomputes a region under hooks of its own: hooks nested inside them
+    # would keep the recomputed tensors from it.
+    if _current.get() is not None or _compat.in_backward():
         yield
         return
     forward = _Forward()

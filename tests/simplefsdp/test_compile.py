@@ -1,0 +1,168 @@
+"""What the compiler sees: whole graphs, no recompiles, one compilation for equal blocks, equal numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from simplefsdp import MixedPrecisionPolicy, simple_fsdp
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tests.helpers.collectives import counts_by_kind, graph_collectives
+from tests.helpers.graphs import GraphRecorder
+from tests.helpers.meshes import mesh
+from tests.helpers.worlds import fake_process_group
+from tests.simplefsdp.models import Block, batch, loss_of, make_net
+
+
+@pytest.fixture
+def world_of_four():
+    with fake_process_group(1, 4):
+        yield
+    torch._dynamo.reset()
+
+
+def test_one_forward_and_one_backward_graph_hold_every_collective(world_of_four):
+    model = simple_fsdp(make_net())
+    parameters = sum(1 for _ in model.parameters())
+    recorder = GraphRecorder()
+    compiled = torch.compile(model, backend=recorder, fullgraph=True)
+    for step in range(5):
+        loss_of(compiled, batch(step, 1)).backward()
+    assert recorder.compile_count == 1
+    assert len(recorder.forward) == len(recorder.backward) == 1
+    forward = counts_by_kind(graph_collectives(recorder.forward[0].graph))
+    backward = counts_by_kind(graph_collectives(recorder.backward[0].graph))
+    assert forward == {"all_gather": parameters}
+    assert backward["reduce_scatter"] == parameters
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1, {"all_reduce": 17}), (2, {"reduce_scatter": 17, "all_reduce": 17})])
+def test_reductions_of_replicated_and_hybrid_meshes(world_of_four, factor, expected):
+    model = simple_fsdp(make_net(), sharding_factor=factor)
+    recorder = GraphRecorder()
+    loss_of(torch.compile(model, backend=recorder, fullgraph=True), batch(0, 1)).backward()
+    backward = counts_by_kind(graph_collectives(recorder.backward[0].graph))
+    backward.pop("all_gather", None)
+    assert backward == expected
+
+
+def test_every_collective_carries_the_tag_of_its_parameter(world_of_four):
+    model = simple_fsdp(make_net(layers=1))
+    recorder = GraphRecorder()
+    loss_of(torch.compile(model, backend=recorder, fullgraph=True), batch(0, 1)).backward()
+    for graph in (recorder.forward[0].graph, recorder.backward[0].graph):
+        nodes = [n for n in graph.nodes if "all_gather" in str(n.target) or "reduce_scatter" in str(n.target)]
+        assert nodes
+        for node in nodes:
+            tag = node.meta["custom"]["simplefsdp"]
+            assert tag["param"] in ("weight", "bias")
+            assert tag["reshard"] is True
+            assert tag["passes"]
+
+
+def test_equal_blocks_compile_once_and_never_again(world_of_four):
+    blocks = nn.Sequential(*[Block() for _ in range(6)])
+    simple_fsdp(blocks)
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in blocks:
+        block.compile(backend=counter, fullgraph=True)
+    for _ in range(5):
+        blocks(torch.randn(3, 12, requires_grad=True)).sum().backward()
+    assert counter.frame_count == 1
+
+
+def test_two_policies_on_one_class_compile_apart(world_of_four):
+    model = nn.Sequential(Block(), Block())
+    simple_fsdp(model[0], mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32))
+    simple_fsdp(model[1])
+    simple_fsdp(model)
+    dtypes = []
+    for block in model:
+        block.up.register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
+    model(torch.randn(3, 12))
+    assert dtypes == [torch.bfloat16, torch.float32]
+
+
+def test_lengths_that_vary_need_two_graphs_at_most(world_of_four):
+    model = simple_fsdp(make_net(layers=1))
+    recorder = GraphRecorder()
+    compiled = torch.compile(model, backend=recorder, fullgraph=True)
+    for length in (8, 12, 16, 20):
+        compiled(torch.zeros(2, length, dtype=torch.int64)).sum().backward()
+    assert recorder.compile_count <= 2
+
+
+class TwoOutputs(nn.Module):
+    """A tuple with an alias of the input, a nested dict, and one output that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+
+    def forward(self, x, *, extra):
+        y = self.linear(x["x"])
+        return x["x"], {"y": y.t(), "sum": y.sum() + extra}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_structured_inputs_and_outputs_are_cast_at_the_root(world_of_four, backend):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float64)
+    model = simple_fsdp(TwoOutputs(), mp_policy=policy)
+    run = model if backend == "eager" else torch.compile(model, backend=backend, fullgraph=True)
+    x, out = run({"x": torch.ones(3, 6)}, extra=torch.tensor(1))
+    assert x.dtype == out["y"].dtype == out["sum"].dtype == torch.float64
+    out["sum"].backward()
+    assert model.linear.weight.grad.dtype == torch.float32
+
+
+class WithBreak(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = self.a(x)
+        torch._dynamo.graph_break()
+        return self.b(x)
+
+
+def _train_all_ways(rank: int, world: int):
+    """Losses and parameters of a few SGD steps, eager, compiled whole, by block, with a graph break, by Inductor."""
+    results = {}
+    for way in ("eager", "aot_eager", "blocks", "inductor"):
+        torch._dynamo.reset()
+        model = simple_fsdp(make_net(layers=2), mesh(world))
+        run = model
+        if way in ("aot_eager", "inductor"):
+            run = torch.compile(model, backend=way, fullgraph=True)
+        if way == "blocks":
+            for block in model.blocks:
+                block.compile(backend="aot_eager", fullgraph=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(3):
+            loss = loss_of(run, batch(step, rank))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        results[way] = [torch.stack(losses), *(p.detach().full_tensor() for p in model.parameters())]
+    broken = {}
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        model = simple_fsdp(WithBreak(), mesh(world))
+        run = torch.compile(model, backend=backend)
+        run(torch.full((2, 6), float(rank + 1))).square().sum().backward()
+        broken[backend] = [p.grad.full_tensor() for p in model.parameters()]
+    return results, broken
+
+
+def test_eager_and_every_way_to_compile_agree(workers):
+    for results, broken in workers(2).run(_train_all_ways, timeout=150):
+        for way in ("aot_eager", "blocks", "inductor"):
+            for ours, expected in zip(results[way], results["eager"], strict=True):
+                torch.testing.assert_close(ours, expected, msg=lambda m, w=way: f"{w}: {m}")
+        for ours, expected in zip(broken["aot_eager"], broken["eager"], strict=True):
+            torch.testing.assert_close(ours, expected)
