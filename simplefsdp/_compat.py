@@ -23,6 +23,7 @@ __all__ = [
     "queue_backward_callback",
     "reduce_scatter",
     "root_mesh",
+    "split_mesh_dim",
     "strided_shard",
     "version",
 ]
@@ -93,6 +94,15 @@ def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
         RuntimeError: the two do not come from one root mesh, or share a dim.
     """
     return DeviceMesh._concatenate([first, second])
+
+
+def split_mesh_dim(mesh: DeviceMesh, sizes: tuple[int, int], names: tuple[str, str]) -> DeviceMesh:
+    """Cut the only dim of a named 1-D mesh in two; the result is a slice of the same root mesh.
+
+    Making a mesh of the slice's own ranks instead would ask each slice for other process groups, and ranks wait for
+    each other forever.
+    """
+    return mesh._unflatten(0, sizes, names)
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from . import _compat
+
 __all__ = ["DataParallelMesh", "Group", "make_mesh"]
 
 
@@ -105,10 +107,21 @@ def make_mesh(
         return DataParallelMesh(mesh, replicate_dim=None, shard_dim=0)
     if factor == 1:
         return DataParallelMesh(mesh, replicate_dim=0, shard_dim=None)
-    ranks = mesh.mesh.reshape(size // factor, factor)
-    name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "dp"
-    hybrid = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(f"{name}_replicate", f"{name}_shard"))
-    return DataParallelMesh(hybrid, replicate_dim=0, shard_dim=1)
+    return DataParallelMesh(_hybrid(mesh, factor), replicate_dim=0, shard_dim=1)
+
+
+def _hybrid(mesh: DeviceMesh, factor: int) -> DeviceMesh:
+    """Cut a 1-D mesh into (replicate, shard) with `factor` ranks in the shard dim."""
+    sizes = (mesh.size() // factor, factor)
+    if mesh.mesh_dim_names:
+        name = mesh.mesh_dim_names[0]
+        return _compat.split_mesh_dim(mesh, sizes, (f"{name}_replicate", f"{name}_shard"))
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"sharding_factor {factor} cuts the mesh {mesh} of {mesh.size()} of {dist.get_world_size()} ranks in two "
+            "dims, which takes a name: pass mesh_dim_names when you make the mesh, or make it 2-D (replicate, shard)"
+        )
+    return DeviceMesh(mesh.device_type, mesh.mesh.reshape(sizes), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def _mesh_of_world(sharding_factor: int | None, device_type: str | None) -> DataParallelMesh:
