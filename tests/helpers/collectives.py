@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -128,10 +127,9 @@ class _RecordingMode(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor runs first and issues the collectives itself
         kwargs = kwargs or {}
-        if not any(issubclass(kind, FakeTensor) for kind in types):  # fake tensors: the compiler traces
-            collective = _read_collective(func, args, kwargs)
-            if collective is not None:
-                self.collectives.append(collective)
+        collective = _read_collective(func, args, kwargs)
+        if collective is not None:
+            self.collectives.append(collective)
         return func(*args, **kwargs)
 
 

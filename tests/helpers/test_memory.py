@@ -30,9 +30,17 @@ def test_tensors_from_before_count_when_given_or_read():
     given, read, unread = torch.empty(10), torch.empty(20), torch.empty(30)
     with LiveBytes([given]) as live:
         assert live.current_bytes == 40
-        read.neg_()
+        assert torch.equal(read, read)
         assert live.current_bytes == 120
     assert unread.numel() == 30
+
+
+def test_a_storage_at_the_address_of_a_dead_one_counts():
+    with LiveBytes() as live:
+        for _ in range(20):
+            tensor = torch.empty(100)
+            assert live.current_bytes == 400
+            del tensor
 
 
 def test_resized_storages_count_as_they_are():
