@@ -34,8 +34,9 @@ STACKS = {
         costs/topology costs/profiles costs/collective costs/compute costs/model
         costs/fit costs/measure costs/calibrate costs/agree costs/__init__
         timeline
-        planners/instance planners/schedule planners/check planners/bound planners/order planners/segment
-        planners/place planners/simple planners/exact planners/search planners/auto planners/explain planners/__init__
+        planners/build planners/instance planners/schedule planners/check planners/order planners/segment
+        planners/bound planners/place planners/simple planners/exact planners/moves planners/search planners/auto
+        planners/explain planners/__init__
         work program report verify reshard bucket reorder
         hooks install debug __init__
     """,
