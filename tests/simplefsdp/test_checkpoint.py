@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from simplefsdp import simple_fsdp
 from simplefsdp.llama.checkpoint import (
@@ -296,6 +297,45 @@ def test_simple_fsdp_on_four_ranks_to_fewer_continues_bitwise(workers: Any, tmp_
             assert parameters.keys() == expected.keys()
             for name, tensor in expected.items():
                 assert torch.equal(parameters[name], tensor), (name, ranks)
+
+
+def counted_layers() -> nn.Sequential:
+    """Layers whose values are all different, with sizes that neither 2 nor 4 ranks share evenly."""
+    layers = nn.Sequential(nn.Linear(3, 10), nn.Linear(10, 6), nn.Linear(6, 7))
+    with torch.no_grad():
+        for index, parameter in enumerate(layers.parameters()):
+            parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) + 100 * index)
+    return layers
+
+
+def save_tensor_parallel(rank: int, world_size: int, directory: Path) -> None:
+    both = mesh(2, 2, names=("data", "tensor"))
+    model = counted_layers()
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel()}
+    parallelize_module(model, both["tensor"], plan)
+    simple_fsdp(model, both["data"])
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, train_state(model))
+
+
+def load_data_parallel(rank: int, world_size: int, directory: Path) -> dict[str, Tensor]:
+    model = counted_layers()
+    simple_fsdp(model, mesh(4))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(-1.0)
+    state = train_state(model)
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.load(state)
+    restore(model, None, state)
+    return {name: _full(tensor) for name, tensor in model.state_dict().items()}
+
+
+def test_tensor_parallel_to_data_parallel(workers: Any, tmp_path: Path) -> None:
+    workers(4).run(save_tensor_parallel, tmp_path)
+    expected = counted_layers().state_dict()
+    for parameters in workers(4).run(load_data_parallel, tmp_path):
+        assert all(torch.equal(parameters[name], tensor) for name, tensor in expected.items())
 
 
 def save_random_state(rank: int, world_size: int, directory: Path) -> Tensor:
@@ -616,7 +656,7 @@ def test_kill_at_any_moment_leaves_a_checkpoint(tmp_path: Path) -> None:
     """Kill both ranks in the middle of a save, together or one after the other, several times over."""
     moments = random.Random(20)
     complete = 0
-    for attempt in range(7):
+    for attempt in range(5):
         ranks = MortalRanks(save_until_killed, 2, tmp_path / f"attempt{attempt}", tmp_path / "checkpoints")
         ranks.wait_for_line("at ", [0])
         start = int(ranks.log(0).splitlines()[0].removeprefix("at "))
@@ -630,7 +670,7 @@ def test_kill_at_any_moment_leaves_a_checkpoint(tmp_path: Path) -> None:
             time.sleep(moments.choice([0.0, 0.02]))
         complete = start + 1
         assert -signal.SIGKILL in ranks.wait(), ranks.log(0)
-    assert complete >= 7
+    assert complete >= 5
 
 
 class Crash(BaseException):

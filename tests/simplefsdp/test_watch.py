@@ -7,21 +7,21 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
-import textwrap
 import threading
 import time
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from simplefsdp.llama.peer_link import Address, Listener, connect
 from simplefsdp.llama.watch import EXIT_PEER_LOST, GracefulShutdown, RankWatch
-from tests.helpers.mortal import MortalRanks
+from tests.helpers.mortal import TIMEOUT_S, MortalRanks
 
 SILENCE_S = 2.0
 # Far longer than any of these tests: what ends a rank earlier was not silence.
@@ -153,34 +153,46 @@ def test_goodbyes_and_a_pause_of_all_ranks_end_nobody(tmp_path: Path) -> None:
     assert [ranks.log(rank) for rank in range(3)] == ["ready\n"] * 3
 
 
-def test_death_is_named_under_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import os, signal, torch, torch.distributed as dist
-            from simplefsdp.llama.watch import GracefulShutdown, RankWatch
+def train_under_agent() -> None:
+    dist.init_process_group("gloo")
+    with GracefulShutdown(), RankWatch() as it:
+        for it.step in range(1, 1000):
+            if dist.get_rank() == 1 and it.step == 20:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(torch.ones(1))
 
-            dist.init_process_group("gloo")
-            with GracefulShutdown(), RankWatch() as watch:
-                for watch.step in range(1, 1000):
-                    if dist.get_rank() == 1 and watch.step == 20:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    dist.all_reduce(torch.ones(1))
-            """
-        )
+
+def run_elastic_agent(log: Path) -> None:
+    """What torchrun does in its process, with workers that are forked from it."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="fork",
+        max_restarts=0,
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "GLOO_SOCKET_IFNAME": "lo"}
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert run.returncode != 0
+    elastic_launch(config, train_under_agent)()
+
+
+def test_death_is_named_under_the_agent_of_torchrun(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    agent = get_context("forkserver").Process(target=run_elastic_agent, args=(log,))
+    agent.start()
+    agent.join(TIMEOUT_S)
+    ended = not agent.is_alive()
+    agent.kill()
+    agent.join()
+    text = log.read_text()
+    assert ended, text
+    assert agent.exitcode != 0
     named = r"^\[rank 0\] rank 1 \(host \S+, pid \d+, last reported step \d+\) died without a word"
-    assert re.search(named, run.stderr, re.M), run.stderr
+    assert re.search(named, text, re.M), text
 
 
 def test_watch_of_one_rank_and_bad_times(tmp_path: Path) -> None:
