@@ -10,15 +10,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = [
     "StridedShard",
+    "TorchDispatchMode",
     "all_gather",
     "all_reduce",
     "concatenate_meshes",
     "in_backward",
     "is_compiled_module",
     "is_sharding",
+    "is_traceable_wrapper_subclass",
     "local_tensor",
     "queue_backward_callback",
     "reduce_scatter",

@@ -14,91 +14,92 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from . import _compat
-from .parametrize import Slot, raw_reads, slots_of
-from .placement import shard_of
+from .parametrize import raw_reads
+from .placement import local_part
 
 __all__ = ["sharded_parameters"]
 
-# In-place ops that draw from a generator; out-of-place ones on DTensors stay torch's business.
-_RANDOM_OPS = frozenset(
-    getattr(torch.Tensor, name)
-    for name in (
-        "normal_",
-        "uniform_",
-        "exponential_",
-        "cauchy_",
-        "log_normal_",
-        "geometric_",
-        "bernoulli_",
-        "random_",
+_aten = torch.ops.aten
+_IN_PLACE = frozenset(
+    (
+        _aten.normal_,
+        _aten.uniform_,
+        _aten.exponential_,
+        _aten.cauchy_,
+        _aten.log_normal_,
+        _aten.geometric_,
+        _aten.bernoulli_,
+        _aten.random_,
     )
 )
+_LIKE = {_aten.rand_like: _aten.uniform_.default, _aten.randn_like: _aten.normal_.default}
 
 
 @contextlib.contextmanager
 def sharded_parameters(module: nn.Module) -> Iterator[None]:
     """Attribute reads give the sharded DTensors, for initialisation code; contexts nest.
 
-    Random in-place ops on whole sharded parameters (`nn.init.normal_`, `trunc_normal_`, `uniform_`, ...) give exactly
-    the values of the unsharded model for the same seed, on any number of ranks. Where ranks were seeded differently,
-    all use the random state of the shard group's first rank, so that replicas agree. Where this does not hold: ops that
-    draw into a new tensor (`torch.randn_like`, `nn.init.orthogonal_`), tensor-parallel parameters,
-    and models whose unsharded initialisation draws on another device than the mesh's.
+    Random ops (`nn.init.normal_`, `trunc_normal_`, `kaiming_uniform_`, `tensor.uniform_`, `torch.randn_like`, ...)
+    give exactly the values of the unsharded model for the same seed, on any number of ranks. Where ranks were seeded
+    differently, all use the random state of the mesh's first rank, so that replicas agree. This does not hold for
+    what DTensor cannot compute (`nn.init.orthogonal_`), nor where the unsharded initialisation would draw on another
+    device than the mesh's.
 
     Args:
         module: a module that holds wrapped modules.
     """
-    slots = {id(slot.param): slot for _, _, slot in slots_of(module)}
-    with raw_reads(module), _SameNumbersOnAllRanks(slots):
+    with raw_reads(module), _SameNumbersOnAllRanks():
         yield
 
 
-class _SameNumbersOnAllRanks(TorchFunctionMode):
-    """Replaces random in-place ops on sharded parameters by a draw of the whole tensor and a copy of the shard."""
+class _SameNumbersOnAllRanks(_compat.TorchDispatchMode):
+    """Replaces random ops on DTensors by a draw of the whole tensor and a copy of this rank's part."""
 
-    def __init__(self, slots: dict[int, Slot]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.slots = slots
-        self.synced: set[int] = set()
+        self.synced: list[DeviceMesh] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        slot = self._find_slot(args[0]) if func in _RANDOM_OPS and args else None
-        if slot is None:
+        packet = func.overloadpacket
+        if not args or not isinstance(args[0], DTensor):
             return func(*args, **kwargs)
-        target: DTensor = args[0]
+        if packet is _aten._local_scalar_dense:
+            # torch 2.11 to 2.14: the number that rejection sampling loops on is a rank's own, not the sum over ranks.
+            return args[0].full_tensor().item()
+        if packet in _IN_PLACE:
+            self._draw(args[0], func, *args[1:], **kwargs)
+            return args[0]
+        if packet in _LIKE:
+            target = _aten.empty_like.default(*args, **{k: v for k, v in kwargs.items() if k != "generator"})
+            self._draw(target, _LIKE[packet])
+            return target
+        return func(*args, **kwargs)
+
+    def _draw(self, target: DTensor, op: Any, *args: Any, **kwargs: Any) -> None:
         local = _compat.local_tensor(target)
         if local.is_meta:
-            return target
-        if kwargs.get("generator") is None:
-            self._sync_random_state(slot, local.device)
-        with torch.no_grad():
-            full = torch.empty(slot.spec.shape, dtype=local.dtype, device=local.device)
-            func(full, *args[1:], **kwargs)
-            local.copy_(shard_of(full, slot.spec, slot.shard_rank))
-        return target
-
-    def _find_slot(self, target: Any) -> Slot | None:
-        if not isinstance(target, DTensor):
-            return None
-        slot = self.slots.get(id(target)) or getattr(target, "_simplefsdp_slot", None)
-        return None if slot is None or slot.spec.tensor_parallel is not None else slot
-
-    def _sync_random_state(self, slot: Slot, device: torch.device) -> None:
-        """Take over the random state of the mesh's first rank, once per context and mesh."""
-        if id(slot.mesh) in self.synced:
             return
-        self.synced.add(id(slot.mesh))
+        if kwargs.get("generator") is None:
+            self._sync_random_state(target.device_mesh, local.device)
+        whole = torch.empty(target.shape, dtype=local.dtype, device=local.device)
+        op(whole, *args, **kwargs)
+        local.copy_(local_part(whole, target.device_mesh, target.placements))
+
+    def _sync_random_state(self, mesh: DeviceMesh, device: torch.device) -> None:
+        """Take over the random state of the mesh's first rank, once per context and mesh."""
+        if any(mesh is known for known in self.synced):
+            return
+        self.synced.append(mesh)
         state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
         wire = state.to(device)
-        for dim in range(slot.mesh.ndim):
-            group = slot.mesh.get_group(dim)
-            if slot.mesh.size(dim) > 1:
-                dist.broadcast(wire, group=group, group_src=0)
+        for dim in range(mesh.ndim):
+            if mesh.size(dim) > 1:
+                dist.broadcast(wire, group=mesh.get_group(dim), group_src=0)
         if device.type == "cuda":
             torch.cuda.set_rng_state(wire.cpu(), device)
         else:

@@ -287,7 +287,12 @@ def _read(module: nn.Module, name: str) -> Any:
     spec = slot.spec
     key = None
     if not compiling and state.reads is not None:
-        key = (name, _compat.version(param), param.requires_grad and torch.is_grad_enabled(), wrap.accumulating)
+        key = (
+            name,
+            _compat.version(param),
+            param.requires_grad and torch.is_grad_enabled(),
+            wrap.accumulating,
+        )
         if key in state.reads:
             return state.reads[key]
     with torch.fx.traceback.annotate(_tag(name, wrap, spec)):
@@ -330,11 +335,6 @@ def _assign(module: Any, name: str, slot: Slot, value: Any) -> None:
             f"the sharded parameter '{slot.fqn}' of shape {slot.full_shape}, placements {slot.placements}: replace "
             "parameters before simple_fsdp, or assign a plain tensor of the same shape (the same on every rank), whose "
             "shards are copied"
-        )
-    if slot.spec.tensor_parallel is not None:
-        raise ValueError(
-            f"cannot assign a plain tensor to the tensor-parallel parameter '{slot.fqn}'; assign a DTensor with "
-            f"placements {slot.placements}"
         )
     with torch.no_grad():
         _compat.local_tensor(param).copy_(_compat.local_tensor(slot.shard_full(value)))

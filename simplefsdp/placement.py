@@ -12,7 +12,7 @@ ones, which hold fewer or none. Tensor parallelism shards first, FSDP shards wha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -182,6 +182,19 @@ def shard_of(full: torch.Tensor, spec: ShardSpec, shard_rank: int) -> torch.Tens
     return full.narrow(spec.shard_dim, start, min(spec.padded_rows, size - start))
 
 
+def local_part(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
+    """This rank's part of a whole plain tensor under `placements`; a view of it, possibly without elements."""
+    # Strided shards cut what the plain shards of later mesh dims have cut before.
+    for strided in (False, True):
+        for mesh_dim, placement in enumerate(placements):
+            if _compat.is_sharding(placement) and isinstance(placement, _compat.StridedShard) == strided:
+                dim = placement.dim
+                rows = -(-whole.shape[dim] // mesh.size(mesh_dim))
+                start = min(mesh.get_local_rank(mesh_dim) * rows, whole.shape[dim])
+                whole = whole.narrow(dim, start, min(rows, whole.shape[dim] - start))
+    return whole
+
+
 def to_sharded(
     full: torch.Tensor,
     spec: ShardSpec,
@@ -190,14 +203,16 @@ def to_sharded(
     shard_rank: int,
     device: torch.device | None = None,
 ) -> DTensor:
-    """Make the stored DTensor of an unsharded tensor (a plain one, or the tensor-parallel DTensor); no collective.
+    """Make the stored DTensor of a whole plain tensor, or of the tensor-parallel DTensor; no collective.
 
     The shard is a contiguous copy, so that the unsharded tensor can be freed.
     """
     data = full.detach()
     shape = tuple(data.shape)
-    local = _compat.local_tensor(data) if isinstance(data, DTensor) else data
-    shard = shard_of(local, spec, shard_rank)
+    if isinstance(data, DTensor):
+        shard = shard_of(_compat.local_tensor(data), spec, shard_rank)
+    else:
+        shard = local_part(data, mesh, placements)
     if device is not None and not shard.is_meta:
         shard = shard.to(device)
     shard = shard.clone(memory_format=torch.contiguous_format)

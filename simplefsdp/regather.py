@@ -126,7 +126,7 @@ class _Forward:
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    return not torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
+    return not _compat.is_traceable_wrapper_subclass(tensor)
 
 
 def _unpack(packed: Any) -> torch.Tensor:

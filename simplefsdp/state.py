@@ -94,23 +94,7 @@ def shard_incoming_state(module: nn.Module, state_dict: dict[str, Any], prefix: 
         current = module._parameters.get(name)
         if tuple(value.shape) != slot.full_shape or not isinstance(current, DTensor):
             continue  # load_state_dict reports the shapes itself
-        state_dict[prefix + name] = _shard_plain(value, slot)
-
-
-def _shard_plain(value: torch.Tensor, slot: Slot) -> DTensor:
-    tp = slot.spec.tensor_parallel
-    if tp is None:
-        return slot.shard_full(value)
-    for dim, placement in enumerate(tp.placements):
-        if _compat.is_sharding(placement):
-            pieces = torch.chunk(value, tp.mesh.size(dim), placement.dim)
-            rank = tp.mesh.get_local_rank(dim)
-            value = pieces[rank] if rank < len(pieces) else value.narrow(placement.dim, 0, 0)
-    return slot.shard_full(
-        DTensor.from_local(
-            value, tp.mesh, tp.placements, run_check=False, shape=torch.Size(tp.shape), stride=tp.stride
-        )
-    )
+        state_dict[prefix + name] = slot.shard_full(value)
 
 
 @contextlib.contextmanager
@@ -146,6 +130,4 @@ def full_parameters(module: nn.Module, *, writeback: bool = True) -> Iterator[No
         if writeback:
             with torch.no_grad():
                 for _, _, param, slot in before:
-                    _compat.local_tensor(param).copy_(
-                        _compat.local_tensor(_shard_plain(whole[id(param)], slot))
-                    )
+                    _compat.local_tensor(param).copy_(_compat.local_tensor(slot.shard_full(whole[id(param)])))
