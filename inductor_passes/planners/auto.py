@@ -1,0 +1,68 @@
+"""``auto``: the best of the simple planners and a search, with no more prefetch than it needs.
+
+Owns the choice between candidates and the trimming. Small problems are enumerated, larger ones searched;
+either way ``none``, ``block`` and ``greedy`` compete, so ``auto`` is never worse than any of them.
+
+Trimming: starting as early as possible fills the whole memory budget for nothing. The shortest lead that
+keeps the step is found by bisection, and twice that lead is used: communication may take twice as long as
+modelled before it shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inductor_passes.plan import LowerBound
+from inductor_passes.planners.exact import EXACT_LIMIT, enumerate_best
+from inductor_passes.planners.instance import Bucketing, Instance
+from inductor_passes.planners.order import Lead, not_before
+from inductor_passes.planners.place import Placement, place
+from inductor_passes.planners.search import Search
+from inductor_passes.planners.simple import Decision
+
+
+def decide_auto(instance: Instance, bound: LowerBound, best_simple_ns: int) -> Decision | None:
+    """The best placement found, or ``None`` when it is not shorter than ``best_simple_ns``.
+
+    Args:
+        instance: The compiled problem.
+        bound: Its lower bound; the search stops there.
+        best_simple_ns: Step of the best simple planner.
+    """
+    if instance.movable_count() <= EXACT_LIMIT:
+        exact = enumerate_best(instance, bound.time_ns, best_simple_ns)
+        if exact is None:
+            return None
+        bucketing, order, placed = exact
+        slots: Sequence[int] = bucketing.earliest
+    else:
+        found = Search(instance, bound.time_ns, best_simple_ns).run()
+        if found is None or found.placement.step_ns >= best_simple_ns:
+            return None
+        bucketing, order, slots, placed = found.bucketing, found.order, found.slots, found.placement
+    return Decision(bucketing.members, _trimmed(instance, bucketing, order, slots, placed).events)
+
+
+def _trimmed(
+    instance: Instance, bucketing: Bucketing, order: Sequence[int], slots: Sequence[int], placed: Placement
+) -> Placement:
+    """The same buckets in the same order, gathers no earlier than twice the lead that keeps the step."""
+
+    def with_lead(lead_ns: int) -> Placement | None:
+        later = not_before(instance, bucketing, Lead(lead_ns))
+        later = [max(slot, other) for slot, other in zip(slots, later, strict=True)]
+        again = place(instance, bucketing, order, later, placed.step_ns)
+        return again if again is not None and again.step_ns <= placed.step_ns else None
+
+    shortest, longest = 0, instance.compute_before[-1]
+    while shortest < longest:
+        middle = (shortest + longest) // 2
+        if with_lead(middle) is not None:
+            longest = middle
+        else:
+            shortest = middle + 1
+    for lead_ns in (2 * shortest, shortest):
+        trimmed = with_lead(lead_ns)
+        if trimmed is not None and trimmed.peak_bytes <= placed.peak_bytes:
+            return trimmed
+    return placed
