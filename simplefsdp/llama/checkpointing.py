@@ -23,6 +23,7 @@ memory for nothing. Everything else, norms, rotary embedding, SiLU and the other
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal, cast, get_args
 
@@ -33,6 +34,7 @@ from torch.utils.checkpoint import (
     SelectiveCheckpointContext,
     checkpoint,
     create_selective_checkpoint_contexts,
+    noop_context_fn,
 )
 
 from simplefsdp.llama.model import Block, Llama, RotaryEmbedding
@@ -45,8 +47,9 @@ def apply_activation_checkpointing(model: Llama, mode: CheckpointMode) -> None:
 
     Args:
         model: a Llama not yet wrapped by ``simple_fsdp``. Any earlier choice is replaced.
-        mode: ``"none"`` keeps every activation; ``"full"`` keeps each block's input and runs the block again;
-            ``"selective"`` also keeps what is costly to recompute, see [Note: what selective keeps].
+        mode: ``"none"`` keeps every activation; ``"full"`` keeps each block's input and runs the block
+            again; ``"selective"`` also keeps what is costly to recompute, see [Note: what selective keeps].
+            Compiled on CPU, ``"full"`` keeps the output of attention as well.
 
     Raises:
         ValueError: if ``mode`` is another word.
@@ -68,10 +71,17 @@ def apply_activation_checkpointing(model: Llama, mode: CheckpointMode) -> None:
         layer.__class__ = kinds[mode]
 
 
+# Nothing in a block draws random numbers, so there is no generator state to preserve.
+
+
 class _FullyCheckpointedBlock(Block):
     def forward(self, x: Tensor, rope: RotaryEmbedding) -> Tensor:
-        # Nothing in a block draws random numbers, so there is no generator state to restore.
-        out = checkpoint(super().forward, x, rope, use_reentrant=False, preserve_rng_state=False)
+        contexts: _ContextFn = noop_context_fn
+        if x.device.type == "cpu" and torch.compiler.is_compiling():
+            contexts = _attention_keeping_contexts
+        out = checkpoint(
+            super().forward, x, rope, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
         return cast(Tensor, out)
 
 
@@ -88,6 +98,10 @@ class _SelectivelyCheckpointedBlock(Block):
         return cast(Tensor, out)
 
 
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+_ContextFn = Callable[[], _Contexts]
+
+
 _ATTENTION_OPS = frozenset(
     {
         torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -99,7 +113,7 @@ _ATTENTION_OPS = frozenset(
 """What ``scaled_dot_product_attention`` becomes on CUDA and CPU, unless it falls back to plain products."""
 
 
-def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _selective_contexts() -> _Contexts:
     """Contexts of one forward of one block and of its recomputation; see [Note: what selective keeps]."""
     products: Counter[bool] = Counter()  # by whether this is the recomputation
 
@@ -114,6 +128,18 @@ def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    contexts: _Contexts = create_selective_checkpoint_contexts(policy)
+    return contexts
+
+
+def _attention_keeping_contexts() -> _Contexts:
+    """Recompute everything but attention: a workaround for compiled graphs on CPU.
+
+    To recompute a random operator, and attention counts as one, torch's partitioner appends generator
+    states to what forward saves. On CPU it puts them behind the device meshes that graphs with DTensor
+    inputs save, where the runtime expects only meshes, and the first step dies in an assertion (seen on
+    2.13; CUDA passes the states another way). Delete when ``functionalize_rng_ops`` of
+    ``torch/_functorch/partitioners.py`` counts the saved meshes.
+    """
+    contexts: _Contexts = create_selective_checkpoint_contexts(list(_ATTENTION_OPS))
     return contexts
