@@ -132,25 +132,26 @@ class Listener:
                         f"ranks {sorted(missing)} did not connect to rank 0 within {timeout_s:g} s; "
                         f"is port {self.address.port} on {self.address.hosts[0]} closed to them?"
                     ) from error
-                hello = self._read_hello(connection)
+                hello = self._greet(connection)
                 if hello is None or hello["rank"] not in missing:
                     connection.close()
                     continue
-                connection.sendall(b"\n")
                 missing.discard(hello["rank"])
                 links.append((PeerLink(connection), hello))
         return links
 
-    def _read_hello(self, connection: socket.socket) -> Message | None:
-        """Return a rank's first message, None if the connection is not from a rank of this run."""
+    def _greet(self, connection: socket.socket) -> Message | None:
+        """Return a rank's first message and answer it; None if the connection is not from a rank of this run."""
         connection.settimeout(HELLO_TIMEOUT_S)
         try:
-            line = connection.makefile("rb").readline(MAX_HELLO_BYTES)
-            hello = json.loads(line)
-            is_ours = hmac.compare_digest(str(hello["token"]), self.address.token)
+            with connection.makefile("rb") as stream:
+                hello: Message = json.loads(stream.readline(MAX_HELLO_BYTES))
+            if not hmac.compare_digest(str(hello["token"]), self.address.token):
+                return None
+            connection.sendall(b"\n")
         except (OSError, ValueError, TypeError, KeyError):
             return None
-        return hello if is_ours else None
+        return hello
 
 
 def connect(address: Address, hello: Message, timeout_s: float) -> PeerLink:

@@ -11,12 +11,14 @@ written by the operating system's handler itself, so a thread that reads it lear
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -86,17 +88,24 @@ class GracefulShutdown:
         self._previous_fd = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         for number in self._signals:
             self._previous[number] = signal.signal(number, _do_nothing)
+        # What is sent to a forked child (a data loader's worker) is not meant for this process.
+        os.register_at_fork(after_in_child=functools.partial(_restore_in_child, weakref.ref(self)))
         threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._wakeup is None:
+            return
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._previous_fd)
-        assert self._wakeup is not None
         self._wakeup.close()  # ends the thread
+        self._wakeup = None
 
     def _watch(self, reader: socket.socket) -> None:
         first_at = 0.0
@@ -139,6 +148,12 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+
+
+def _restore_in_child(reference: weakref.ref[GracefulShutdown]) -> None:
+    shutdown = reference()
+    if shutdown is not None:
+        shutdown._restore()
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:

@@ -8,14 +8,15 @@ Every rank runs one thread. Rank 0's is the hub, connected to all others:
     rank r -> hub   {"beat": step} every interval; {"failed": line, "beat": step}; {"bye": true}
     hub -> rank r   {"beat": step} every interval; {"verdict": [[rank, sentence], ...], "more": number}
 
-A rank is lost when its connection ends without a goodbye (its process died, by kill -9 too), when it says that it
-failed (an exception leaves the `with` block), or when its beats stop (its machine is gone, or it is stopped). The hub
-waits `settle_s` for what other ranks have to say, because one death makes the collectives of others fail, then sends
-its verdict: the dead first, then failures in the order they were told. Each thread prints it and ends its process,
-whatever the main thread is stuck in. If the hub itself is lost, every rank sees that for itself.
+A rank is lost when its connection ends without a goodbye (its process died, by kill -9 too), when it says
+that it failed (an exception leaves the `with` block), or when its beats stop (its machine is gone, or it is
+stopped). The hub waits `settle_s` for what other ranks have to say, because one death makes the collectives of
+others fail, then sends its verdict: the dead first, then failures in the order they were told. Each thread
+prints it and ends its process, whatever the main thread is stuck in. If the hub itself is lost, every rank
+sees that for itself.
 
-[Note: SIGTERM] Launchers such as torchrun end all ranks by SIGTERM as soon as one died, perhaps before the verdict.
-`GracefulShutdown` holds that signal off: enter it before this and leave it after.
+[Note: SIGTERM] Launchers such as torchrun end all ranks by SIGTERM as soon as one died, perhaps before the
+verdict. `GracefulShutdown` holds that signal off: enter it before this and leave it after.
 """
 
 from __future__ import annotations
@@ -113,9 +114,9 @@ class _Round:
 class RankWatch:
     """Ends this process, with a message that names the culprit, when another rank dies, fails or falls silent.
 
-    A context manager, entered by all ranks together after torch.distributed is initialised. An exception that leaves
-    it is told to the other ranks. Leaving it normally is a goodbye; rank 0 stays until all have said theirs. With
-    one rank it does nothing.
+    A context manager, entered by all ranks together after torch.distributed is initialised. An exception that
+    leaves it is told to the other ranks. Leaving it normally is a goodbye; rank 0 stays until all have said
+    theirs. With one rank it does nothing.
 
     Args:
         interval_s: seconds between two signs of life of a rank.

@@ -292,6 +292,27 @@ def test_shutdown_without_process_group_restores_what_was() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
+def have_a_child(rank: int, world_size: int) -> None:
+    with GracefulShutdown() as shutdown:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writer, b"!")
+            time.sleep(CHILD_S)
+            os._exit(0)
+        os.read(reader, 1)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+        time.sleep(0.2)
+        assert not shutdown.requested
+
+
+def test_signals_to_a_forked_child_are_its_own(tmp_path: Path) -> None:
+    ranks = MortalRanks(have_a_child, 1, tmp_path / "ranks")
+    assert ranks.wait() == [0], ranks.log(0)
+
+
 def test_shutdown_needs_the_main_thread() -> None:
     errors: list[BaseException] = []
 
