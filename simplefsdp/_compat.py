@@ -5,12 +5,15 @@ Nothing else in the package may import a private torch name. Checked on torch 2.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 
 __all__ = [
     "StridedShard",
@@ -18,9 +21,10 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "concatenate_meshes",
+    "find_sharded_dim",
+    "foreach_norm",
     "in_backward",
     "is_compiled_module",
-    "is_sharding",
     "is_traceable_wrapper_subclass",
     "local_tensor",
     "queue_backward_callback",
@@ -28,6 +32,7 @@ __all__ = [
     "root_mesh",
     "split_mesh_dim",
     "strided_shard",
+    "tree_map_only",
     "version",
 ]
 
@@ -54,8 +59,9 @@ def all_reduce(tensor: torch.Tensor, op: str, group_name: str) -> torch.Tensor:
     return ops.wait_tensor(ops.all_reduce(tensor, op, group_name))
 
 
-def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """The local tensor itself: no autograd, no fresh view."""
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor (typed as its base: parameters are) itself: no autograd, no fresh view."""
+    assert isinstance(tensor, DTensor)
     return tensor._local_tensor
 
 
@@ -69,7 +75,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def queue_backward_callback(callback: object) -> None:
+def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Have the autograd engine call `callback()` once the running backward has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -113,6 +119,11 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return StridedShard(dim, split_factor=split_factor)
 
 
-def is_sharding(placement: Placement) -> bool:
-    """Whether the placement shards a tensor dim, plainly or strided (StridedShard is no subclass of Shard)."""
-    return isinstance(placement, Shard | StridedShard)
+def find_sharded_dim(placement: Placement) -> int | None:
+    """The tensor dim that a placement shards, plainly or strided (StridedShard is no subclass of Shard), or None."""
+    return placement.dim if isinstance(placement, Shard | StridedShard) else None
+
+
+def foreach_norm(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """The norm of each tensor, in one kernel where the device has one."""
+    return list(torch._foreach_norm(tensors, norm_type)) if tensors else []

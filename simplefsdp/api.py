@@ -226,8 +226,11 @@ def _check_no_stale_references(
                 continue
             if attribute == "_flat_weights" and isinstance(owner, nn.RNNBase):
                 continue  # `install` replaces it
-            held = value.values() if isinstance(value, dict) else value
-            items = held if isinstance(held, (list, tuple, set, type({}.values()))) else (value,)
+            items: Iterable[Any] = (value,)
+            if isinstance(value, dict):
+                items = value.values()
+            elif isinstance(value, list | tuple | set):
+                items = value
             for item in items:
                 if isinstance(item, torch.Tensor) and id(item) in slots:
                     fqn = slots[id(item)][2].fqn

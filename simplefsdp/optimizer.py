@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -97,6 +96,23 @@ def _is_mixed(params: list[torch.Tensor]) -> bool:
     return len(meshes) > 1
 
 
+def _by_sharding(grads: list[torch.Tensor]) -> dict[tuple[Any, ...], list[torch.Tensor]]:
+    """Local gradients by (mesh, mesh dims of more than one rank that shard, dtype); plain ones have no mesh."""
+    groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    for grad in grads:
+        if isinstance(grad, DTensor):
+            mesh = grad.device_mesh
+            dims = tuple(
+                d
+                for d, placement in enumerate(grad.placements)
+                if _compat.find_sharded_dim(placement) is not None and mesh.size(d) > 1
+            )
+            groups.setdefault((mesh, dims, grad.dtype), []).append(_compat.local_tensor(grad))
+        else:
+            groups.setdefault((None, (), grad.dtype), []).append(grad)
+    return groups
+
+
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
@@ -127,39 +143,20 @@ def clip_grad_norm_(
     if not grads:
         return torch.zeros(())
     infinite = math.isinf(norm_type)
-    groups: dict[tuple[Any, ...], tuple[DeviceMesh | None, tuple[int, ...], list[torch.Tensor]]] = {}
-    for grad in grads:
-        if isinstance(grad, DTensor):
-            dims = tuple(d for d, p in enumerate(grad.placements) if _compat.is_sharding(p))
-            key: tuple[Any, ...] = (grad.device_mesh, dims, grad.dtype)
-            groups.setdefault(key, (grad.device_mesh, dims, []))[2].append(_compat.local_tensor(grad))
-        else:
-            groups.setdefault((None, grad.dtype), (None, (), []))[2].append(grad)
     totals = []
-    for mesh, dims, locals_ in groups.values():
-        norms = (
-            torch._foreach_norm([t for t in locals_ if t.numel() > 0], norm_type)
-            if any(t.numel() > 0 for t in locals_)
-            else []
-        )
-        dtype = torch.promote_types(
-            torch.float32, locals_[0].real.dtype if locals_[0].is_complex() else locals_[0].dtype
-        )
-        stacked = (
-            torch.stack([n.to(dtype) for n in norms])
-            if norms
-            else torch.zeros(1, device=locals_[0].device, dtype=dtype)
-        )
-        total = stacked.max() if infinite else stacked.pow(norm_type).sum()
-        for dim in dims:
-            assert mesh is not None
-            if mesh.size(dim) > 1:
-                name = mesh.get_group(dim).group_name
-                total = _compat.all_reduce(total.reshape(1), "max" if infinite else "sum", name).reshape(())
+    for (mesh, mesh_dims, _), local_grads in _by_sharding(grads).items():
+        norms = _compat.foreach_norm([t for t in local_grads if t.numel() > 0], norm_type)
+        # Ranks without elements, and sums in less than fp32, would not do.
+        total = torch.zeros((), device=local_grads[0].device)
+        if norms:
+            powers = torch.stack([n.to(torch.promote_types(torch.float32, n.dtype)) for n in norms])
+            total = powers.max() if infinite else powers.pow(norm_type).sum()
+        for dim in mesh_dims:
+            name = mesh.get_group(dim).group_name
+            total = _compat.all_reduce(total.reshape(1), "max" if infinite else "sum", name).reshape(())
         totals.append(total)
-    device = totals[0].device
-    gathered = torch.stack([t.to(device, torch.promote_types(t.dtype, torch.float32)) for t in totals])
-    norm = gathered.max() if infinite else gathered.sum().pow(1.0 / norm_type)
+    stacked = torch.stack([t.to(totals[0]) for t in totals])
+    norm = stacked.max() if infinite else stacked.sum().pow(1.0 / norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {norm.item()}, so gradients cannot be clipped; pass "

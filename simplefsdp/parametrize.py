@@ -24,7 +24,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement
-from torch.utils._pytree import tree_map_only
 
 from . import _compat, regather
 from .mesh import DataParallelMesh
@@ -219,9 +218,15 @@ def wrap_states(module: nn.Module) -> list[WrapState]:
     return list(found.values())
 
 
+def wrapped_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """The subclass of `base` whose attributes `names` unshard when they are read; one for each pair."""
+    hashable: Any = base  # mypy takes nn.Module's own hash for the class's
+    kind: type[nn.Module] = _make_class(hashable, names)
+    return kind
+
+
 @functools.cache
-def wrapped_class(base: Any, names: tuple[str, ...]) -> Any:
-    """The subclass of `base` whose attributes `names` unshard when they are read."""
+def _make_class(base: Any, names: tuple[str, ...]) -> Any:
     namespace: dict[str, Any] = {name: _parameter_property(name) for name in names}
     if issubclass(base, nn.RNNBase):
         namespace["_flat_weights"] = _flat_weights_property()
@@ -343,7 +348,7 @@ def _assign(module: Any, name: str, slot: Slot, value: Any) -> None:
 
 
 def _cast_floating(tree: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+    return _compat.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
 
 
 @contextlib.contextmanager

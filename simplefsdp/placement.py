@@ -146,13 +146,13 @@ def make_spec(
     tensor_parallel, local_shape = None, tuple(param.shape)
     if isinstance(param, DTensor):
         tensor_parallel = _tensor_parallel(fqn, param)
-        local_shape = tuple(_compat.local_tensor(param.data).shape)
+        local_shape = tuple(_compat.local_tensor(param).shape)
     wanted = _shard_dim(fqn, param, shard_placement_fn)
     shard_group = dp.shard_group
     # A tensor without elements has nothing to send; one without dims cannot be cut. Emptiness is judged on the global
     # tensor, and the number of dims is the same on every tensor-parallel rank, so all ranks decide alike.
     shard_dim = wanted if shard_group is not None and param.dim() > 0 and param.numel() > 0 else None
-    gather_group = shard_group if shard_dim is not None and shard_group.size > 1 else None
+    gather_group = None if shard_dim is None or shard_group is None or shard_group.size == 1 else shard_group
     whole = shard_dim is None and param.numel() > 0
     floating = param.is_floating_point()
     spec = ShardSpec(
@@ -187,8 +187,8 @@ def local_part(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Place
     # Strided shards cut what the plain shards of later mesh dims have cut before.
     for strided in (False, True):
         for mesh_dim, placement in enumerate(placements):
-            if _compat.is_sharding(placement) and isinstance(placement, _compat.StridedShard) == strided:
-                dim = placement.dim
+            dim = _compat.find_sharded_dim(placement)
+            if dim is not None and isinstance(placement, _compat.StridedShard) == strided:
                 rows = -(-whole.shape[dim] // mesh.size(mesh_dim))
                 start = min(mesh.get_local_rank(mesh_dim) * rows, whole.shape[dim])
                 whole = whole.narrow(dim, start, min(rows, whole.shape[dim] - start))
@@ -284,7 +284,8 @@ def _stored_placements(
     if shard_dim is not None and dp.shard_dim is not None:
         split = 1
         for size, placement in zip(tp_mesh.shape, tensor_parallel.placements, strict=True):
-            if _compat.is_sharding(placement) and placement.dim % len(tensor_parallel.shape) == shard_dim:
+            dim = _compat.find_sharded_dim(placement)
+            if dim is not None and dim % len(tensor_parallel.shape) == shard_dim:
                 split *= size
         dp_placements[dp.shard_dim] = (
             _compat.strided_shard(shard_dim, split) if split > 1 else Shard(shard_dim)

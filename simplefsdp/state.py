@@ -24,7 +24,8 @@ __all__ = ["full_parameters", "full_state_dict", "load_full_state_dict", "shard_
 
 def full_tensor(param: DTensor) -> torch.Tensor:
     """The whole tensor on every rank, in its storage dtype, detached; a collective."""
-    full = param.detach().full_tensor()
+    with torch.no_grad():
+        full: torch.Tensor = param.full_tensor()
     # A tensor that is whole everywhere comes back as its own storage.
     return full.clone() if full.data_ptr() == _compat.local_tensor(param).data_ptr() else full
 
@@ -79,10 +80,12 @@ def load_full_state_dict(
     Raises:
         RuntimeError: keys or shapes that do not fit, named.
     """
-    if not isinstance(source, Mapping):
-        source = torch.load(source, map_location="cpu", mmap=True, weights_only=True)
+    if isinstance(source, Mapping):
+        state = source
+    else:
+        state = torch.load(source, map_location="cpu", mmap=True, weights_only=True)
     inner = getattr(module, "_orig_mod", module)
-    return inner.load_state_dict(source, strict=strict)
+    return inner.load_state_dict(state, strict=strict)
 
 
 def shard_incoming_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -113,7 +116,7 @@ def full_parameters(module: nn.Module, *, writeback: bool = True) -> Iterator[No
     before: list[tuple[nn.Module, str, nn.Parameter, Slot]] = []
     for owner, name, slot in slots_of(module):
         param = owner._parameters.get(name)
-        if not isinstance(param, DTensor):
+        if param is None or not isinstance(param, DTensor):
             continue
         if id(param) not in whole:
             whole[id(param)] = nn.Parameter(full_tensor(param), requires_grad=False)
