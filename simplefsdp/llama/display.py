@@ -10,7 +10,7 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from simplefsdp.llama.metrics import EvalRecord, TrainRecord
@@ -18,6 +18,7 @@ from simplefsdp.llama.metrics import EvalRecord, TrainRecord
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32
 REFRESH_PER_S = 4
+RATE_WINDOW_STEPS = 20
 MIB = 1 << 20
 
 
@@ -64,6 +65,7 @@ class Plain:
 
     def __init__(self, steps: int, log_every: int) -> None:
         self._eta = Eta(steps)
+        self._rate = MeanRate()
         self._steps = steps
         self._log_every = log_every
 
@@ -81,6 +83,7 @@ class Plain:
 
     def step(self, record: TrainRecord, *, final: bool = False) -> None:
         eta = self._eta.after(record.step)
+        self._rate.add(record)
         if not (record.step == 1 or record.step % self._log_every == 0 or final):
             return
         fields = [
@@ -89,10 +92,11 @@ class Plain:
             f"grad norm {record.grad_norm:.3f}",
             f"lr {record.lr:.2e}",
         ]
-        if record.tokens_per_s is not None:
-            fields.append(f"{record.tokens_per_s:,.0f} tokens/s")
-        if record.mfu is not None:
-            fields.append(f"MFU {record.mfu:.1%}")
+        if (tokens_per_s := self._rate.tokens_per_s) is not None:
+            fields.append(f"{tokens_per_s:,.0f} tokens/s")
+        if (mfu := self._rate.mfu) is not None:
+            fields.append(f"MFU {mfu:.1%}")
+        self._rate = MeanRate()
         fields.append(f"memory {record.peak_memory_bytes / MIB:,.0f} MiB")
         if eta is not None and not final:
             fields.append(f"eta {format_duration(eta)}")
@@ -111,12 +115,13 @@ class Live:
 
     Args:
         steps: optimizer steps of the whole run.
+        console: a `rich.console.Console`; `None` is standard output.
 
     Raises:
         ImportError: if rich is not installed.
     """
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, console: Any = None) -> None:
         import rich.console
         import rich.live
 
@@ -126,9 +131,10 @@ class Live:
         self._held_out: float | None = None
         self._remaining_s: float | None = None
         self._compiling_since: float | None = None
+        self._rate = MeanRate(window=RATE_WINDOW_STEPS)
         self._losses: deque[float] = deque(maxlen=8 * SPARK_WIDTH)
         self._live = rich.live.Live(
-            console=rich.console.Console(highlight=False),
+            console=console if console is not None else rich.console.Console(highlight=False),
             refresh_per_second=REFRESH_PER_S,
             get_renderable=self._render,
         )
@@ -152,6 +158,7 @@ class Live:
     def step(self, record: TrainRecord, *, final: bool = False) -> None:
         self._record = record
         self._losses.append(record.loss)
+        self._rate.add(record)
         self._remaining_s = self._eta.after(record.step)
 
     def evaluation(self, record: EvalRecord) -> None:
@@ -183,12 +190,12 @@ class Live:
             seconds = time.monotonic() - self._compiling_since
             rows.append(f"[yellow]compiling (first step) ... {seconds:.0f} s[/yellow]")
         if record is not None:
-            rows.append(_stats(record, self._held_out))
+            rows.append(_stats(record, self._rate, self._held_out))
             rows.append(f"[cyan]{sparkline(list(self._losses), SPARK_WIDTH)}[/cyan] [dim]loss[/dim]")
         return Panel(Group(*rows), border_style="dim")
 
 
-def _stats(record: TrainRecord, held_out: float | None) -> Any:
+def _stats(record: TrainRecord, rate: MeanRate, held_out: float | None) -> Any:
     from rich.table import Table
 
     cells = {
@@ -196,8 +203,8 @@ def _stats(record: TrainRecord, held_out: float | None) -> Any:
         "held-out": "" if held_out is None else f"{held_out:.4f}",
         "grad norm": f"{record.grad_norm:.3f}",
         "lr": f"{record.lr:.2e}",
-        "tokens/s": "" if record.tokens_per_s is None else f"{record.tokens_per_s:,.0f}",
-        "MFU": "" if record.mfu is None else f"{record.mfu:.1%}",
+        "tokens/s": "" if rate.tokens_per_s is None else f"{rate.tokens_per_s:,.0f}",
+        "MFU": "" if rate.mfu is None else f"{rate.mfu:.1%}",
         "memory": f"{record.peak_memory_bytes / MIB:,.0f} MiB",
     }
     shown = {name: value for name, value in cells.items() if value}
@@ -205,6 +212,37 @@ def _stats(record: TrainRecord, held_out: float | None) -> Any:
     table.add_row(*(f"[dim]{name}[/dim]" for name in shown))
     table.add_row(*(f"[bold]{value}[/bold]" for value in shown.values()))
     return table
+
+
+class MeanRate:
+    """Mean tokens per second, and utilisation, over several steps: single ones jump.
+
+    Args:
+        window: steps to average over, counted back from the last; `None` is all.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        self._records: deque[TrainRecord] = deque(maxlen=window)
+
+    def add(self, record: TrainRecord) -> None:
+        """Takes a step in, unless its rate is not known."""
+        if record.tokens_per_s is not None:
+            self._records.append(record)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of all steps over their time."""
+        return self._mean([record.tokens_per_s for record in self._records])
+
+    @property
+    def mfu(self) -> float | None:
+        """Utilisation over the same time; `None` where the peak is not known."""
+        return self._mean([record.mfu for record in self._records])
+
+    def _mean(self, rates: Sequence[float | None]) -> float | None:
+        times = [record.step_time_s for record in self._records]
+        known = [(rate, time_s) for rate, time_s in zip(rates, times, strict=True) if rate is not None]
+        return sum(rate * time_s for rate, time_s in known) / sum(times) if known else None
 
 
 class Eta:

@@ -274,7 +274,7 @@ def open_rendezvous(rank: int, world_size: int, timeout_s: float) -> Any:
     import torch.distributed as dist
 
     descriptor = os.environ.pop(LISTEN_FD_VARIABLE, None)
-    return dist.TCPStore(  # type: ignore[attr-defined]
+    return dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         world_size,

@@ -12,6 +12,7 @@ only an error that nobody foresaw shows a traceback.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -57,7 +58,6 @@ def _train(options: TrainOptions) -> int:
     """Trains as one rank of several."""
     watch_launcher()
     # Not at the top: the launcher and a wrong option need no torch.
-    import logging
     import warnings
 
     from simplefsdp.llama.build import make_deterministic
@@ -73,7 +73,7 @@ def _train(options: TrainOptions) -> int:
     with join(options.device) as world, GracefulShutdown() as shutdown, RankWatch() as watch:
         directory = _create_directory(options, world)
         if world.is_main:
-            logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+            _show_log("simplefsdp")
             display = make_display(options.recipe.steps, options.log_every)
             reporter = Reporter(display, directory, tensorboard=options.tensorboard)
         else:
@@ -107,6 +107,13 @@ def _create_directory(options: TrainOptions, world: World) -> Path:
             error = str(mistake)
     world.agree(error)
     return Ranks(None).first(lambda: directory)
+
+
+def _show_log(name: str) -> None:
+    """Shows what a package logs, such as the progress of tokenising, line by line."""
+    logger = logging.getLogger(name)
+    logger.setLevel(logging.INFO)
+    logger.addHandler(logging.StreamHandler())
 
 
 def _say(message: str) -> None:

@@ -42,6 +42,7 @@ from simplefsdp.llama.checkpoint import (
 )
 from simplefsdp.llama.clock import StepClock
 from simplefsdp.llama.data import Batch
+from simplefsdp.llama.flops import flops_per_token, peak_flops
 from simplefsdp.llama.hf import save_hf
 from simplefsdp.llama.metrics import EvalRecord, TrainRecord
 from simplefsdp.llama.options import TrainOptions, UsageError
@@ -135,7 +136,8 @@ class Trainer:
         )
         self.model = build_model(options, self._inputs.config, world)
         self.optimizer = build_optimizer(options, self.model)
-        self._flops_per_token, self._peak_flops = 0.0, None
+        self._flops_per_token = flops_per_token(self._inputs.config, self.recipe.seq_len)
+        self._peak_flops = peak_flops(world.device)
         self._checkpoints = self._open_checkpoints()
         notes = self._resume() if options.resume else []
         self._forward: Callable[[Tensor, Tensor], Tensor] = self.model
@@ -233,9 +235,11 @@ class Trainer:
             torch.cat((torch.stack((loss, norm)).double(), torch.tensor(host).double().to(loss.device)))
         )
         losses, norms, memory, stops = zip(*rows, strict=True)
-        for rank, (rank_loss, rank_norm) in enumerate(zip(losses, norms, strict=True)):
+        for rank, rank_loss in enumerate(losses):
             if not math.isfinite(rank_loss):
                 self._fail(step, f"the loss on rank {rank} is {rank_loss}")
+        # Equal on all ranks unless something is very wrong; one bad value is enough.
+        for rank_norm in norms:
             if not math.isfinite(rank_norm):
                 self._fail(step, f"the gradient norm is {rank_norm}")
         return StepNumbers(statistics.fmean(losses), norms[0], int(max(memory)), any(stops))
@@ -316,25 +320,20 @@ class Trainer:
     def _resume(self) -> list[str]:
         """Puts back the newest good checkpoint, if there is one; returns what the user should know."""
         state = self._state()
-        config = state["config"]
         try:
-            step = self._checkpoints.load(state)
+            step = self._load_checkpoint(state)
             if step is None:
                 return ["no checkpoint yet: starting at step 1"]
-            changed = [name for name in config if state["config"].get(name) != config[name]]
-            if changed:
-                name = changed[0]
-                raise UsageError(
-                    f"cannot resume: the checkpoint's model has {name} {state['config'].get(name)}, "
-                    f"this one has {config[name]}"
-                )
             restore(self.model, self.optimizer, state)
             self._inputs.train.load_state_dict(state["data"])
         except (CheckpointError, StateMismatchError, DataError) as error:
             raise UsageError(f"cannot resume: {error}") from error
         restore_rng(state["rng"], seed=self.options.seed, step=step)
         self.step, self._tokens = step, state["run"]["tokens"]
-        notes = [*self._checkpoints.skipped, f"resumed after step {step}"]
+        skipped = len(self._checkpoints.skipped)
+        notes = [
+            f"resumed after step {step}" + (f"; {skipped} newer checkpoints are damaged" if skipped else "")
+        ]
         before = state["run"]["tokens_per_step"]
         if before != self._tokens_per_step:
             notes.append(
@@ -342,6 +341,23 @@ class Trainer:
                 "--local-batch and --accumulation set them"
             )
         return notes
+
+    def _load_checkpoint(self, state: dict[str, Any]) -> int | None:
+        """Fills `state`; where the models differ, says in what: a tensor that does not fit says less."""
+        config = state["config"]
+        try:
+            step = self._checkpoints.load(state)
+            saved = state
+        except StateMismatchError as error:
+            saved = {"config": config}
+            self._checkpoints.load(saved)
+            if saved["config"] == config:
+                raise error
+        for name, value in config.items():
+            before = saved["config"].get(name)
+            if before != value:
+                raise StateMismatchError(f"the checkpoint's model has {name} {before}, this one {value}")
+        return step
 
     def _conclude(self, outcome: Outcome) -> None:
         title = (
