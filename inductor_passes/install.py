@@ -17,21 +17,25 @@ from inductor_passes.costs.agree import agree_on_profile
 from inductor_passes.hooks import GraphHook, JointHook, PostGradHook, Setup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from torch.distributed import ProcessGroup
 
 _HOOKS: tuple[type[GraphHook], ...] = (JointHook, PostGradHook)
 
 
-def install(config: PassConfig | None = None) -> str:
+def install(config: PassConfig | None = None, groups: Sequence[ProcessGroup] | None = None) -> str:
     """Register the passes with TorchInductor, for all later compilations of this thread.
 
     Passes that are set already stay and run first. Installing the same configuration again changes nothing
     but makes it the default; another configuration is added, and each graph uses the one its tags name.
 
-    Every rank must call this, with equal arguments: the hardware profile is read on rank 0 and sent to all.
+    Every rank of `groups` must call this, with equal arguments: the first one reads the hardware profile and
+    sends it to the others.
 
     Args:
         config: options; None means `PassConfig()`.
+        groups: this rank's process groups, one for each mesh dim; None is the default process group.
 
     Returns:
         The key by which a tag names this configuration on this machine.
@@ -39,7 +43,7 @@ def install(config: PassConfig | None = None) -> str:
     Raises:
         ValueError: the hardware profile cannot be read.
     """
-    setup = make_setup(config)
+    setup = make_setup(config, groups)
     for cls in _HOOKS:
         passes = _compat.hook_passes(cls.hook)
         position = next((i for i, item in enumerate(passes) if isinstance(item, cls)), len(passes))
@@ -86,12 +90,12 @@ def options(config: PassConfig | None = None) -> dict[str, Any]:
     }
 
 
-def make_setup(config: PassConfig | None = None) -> Setup:
-    """Configuration and hardware profile together; collective over the default process group."""
+def make_setup(config: PassConfig | None = None, groups: Sequence[ProcessGroup] | None = None) -> Setup:
+    """Configuration and hardware profile together; collective, see `install`."""
     config = PassConfig() if config is None else config
     if not isinstance(config, PassConfig):
         raise TypeError(f"config must be a PassConfig or None, got {type(config).__name__}")
-    return Setup(config, agree_on_profile(config.profile))
+    return Setup(config, agree_on_profile(config.profile, groups))
 
 
 def installed() -> Iterator[GraphHook]:

@@ -1,5 +1,5 @@
-"""One profile for all ranks: rank 0 chooses and reads it, every rank receives its text, before anything
-compiles.
+"""One profile for all ranks: the first rank chooses and reads it, the others receive its text, before
+anything compiles.
 
 Owns the choice by device and the broadcast. This and the calibration are the only files of the package that
 may communicate; passes never do.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,33 +20,38 @@ CPU_PROFILE = "cpu_gloo"
 UNKNOWN_GPU_PROFILE = "h100_sxm"
 
 
-def agree_on_profile(profile: str | os.PathLike[str] | None = None) -> HardwareProfile:
+def agree_on_profile(
+    profile: str | os.PathLike[str] | None = None, groups: Sequence[dist.ProcessGroup] | None = None
+) -> HardwareProfile:
     """The hardware profile to plan with, equal on every rank.
 
-    Collective over the default process group when one is up: every rank must call it, with equal arguments.
-    With no process group, or a fake one, the profile is read locally.
+    Collective over ``groups``: their ranks must call it, with equal arguments. With no process group, or a fake
+    one, the profile is read locally.
 
     Args:
-        profile: Shipped name or path of a profile file, read on rank 0 only; ``None`` chooses by device.
+        profile: Shipped name or path of a profile file; ``None`` chooses by device. What the first rank reads
+            counts.
+        groups: This rank's process group for each dim of the mesh that has to agree; each passes on what its
+            first rank has, in turn. ``None`` is the default process group.
 
     Raises:
-        ValueError: Rank 0 could not read the profile; raised with the same text on every rank.
+        ValueError: The first rank could not read the profile; raised with the same text on every rank.
     """
-    shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if not shared or dist.get_backend() == "fake":
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
         return _load_or_detect(profile)
-    message: list[tuple[str, str] | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            message = [("profile", _load_or_detect(profile).to_json())]
-        except ValueError as error:
-            message = [("error", str(error))]
-    dist.broadcast_object_list(message, src=0)
-    received = message[0]
-    assert received is not None
-    if received[0] == "error":
-        raise ValueError(f"rank 0: {received[1]}")
-    return parse_profile(received[1], where="broadcast by rank 0")
+    try:
+        message = ("profile", _load_or_detect(profile).to_json())
+    except ValueError as error:
+        message = ("error", str(error))
+    for group in (dist.group.WORLD,) if groups is None else groups:
+        if dist.get_world_size(group) > 1:
+            box = [message]
+            dist.broadcast_object_list(box, group=group, group_src=0)
+            message = box[0]
+    kind, text = message
+    if kind == "error":
+        raise ValueError(f"first rank: {text}")
+    return parse_profile(text, where="broadcast by the first rank")
 
 
 def _load_or_detect(profile: str | os.PathLike[str] | None) -> HardwareProfile:
