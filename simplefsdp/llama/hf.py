@@ -185,7 +185,7 @@ def _open_weights(directory: Path) -> Iterator[dict[str, _StoredTensor]]:
     if index.is_file():
         try:
             listed = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{index} is not an index of safetensors files, with a 'weight_map'") from None
     elif (directory / WEIGHTS_FILE).is_file():
         listed = [WEIGHTS_FILE]
