@@ -256,6 +256,11 @@ def test_a_mistyped_option_is_one_line_and_exit_code_2() -> None:
     )
 
 
+def test_the_launcher_does_without_torch() -> None:
+    program = "import sys, simplefsdp.cli, simplefsdp.llama.train; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], env=_environment()).returncode == 0
+
+
 TINY = (
     "--no-compile", "--seq-len", "16", "--local-batch", "2", "--eval-every", "0", "--log-every", "1",
     "--no-tensorboard", "--device", "cpu",
