@@ -7,6 +7,7 @@ unless a note says otherwise; nothing of TorchInductor is imported before a func
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -213,10 +214,10 @@ def find_flop_formula(target: Any) -> Callable[..., int] | None:
 
 
 def fake_result(node: fx.Node) -> Any:
-    """What a node computes, as fake tensors, from the fake tensors of its inputs."""
+    """What a node computes, as fake (or meta) tensors, from those of its inputs."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    mode = next(source.meta["val"].fake_mode for source in node.all_input_nodes)
-    with mode:
+    modes = (getattr(source.meta["val"], "fake_mode", None) for source in node.all_input_nodes)
+    with next(filter(None, modes), None) or contextlib.nullcontext():
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 

@@ -64,14 +64,14 @@ def apply_plan(graph: fx.Graph, program: Program, plan: Plan) -> list[fx.Node]:
     for bucket in plan.buckets:
         starts = [program.starts[number] for number in bucket.members]
         waits = [program.waits[number] for number in bucket.members]
-        names = tuple(name for start in starts for name in members_of(start))
         if len(starts) == 1:
             halves.append((starts[0], waits))
-        else:
-            halves.append(merger.merge(starts, waits))
-            unread += [*waits, *starts]
-        halves[-1][0].meta[BUCKET_KEY] = names
-        emission.hold([halves[-1][0], *halves[-1][1]])
+            continue
+        start, unpacking = merger.merge(starts, waits)
+        start.meta[BUCKET_KEY] = tuple(name for member in starts for name in members_of(member))
+        halves.append((start, unpacking))
+        emission.hold([start, *unpacking])
+        unread += [*waits, *starts]
     slot = 0
     for event in plan.events:
         for region in program.regions[slot : event.slot]:
@@ -90,10 +90,41 @@ def apply_plan(graph: fx.Graph, program: Program, plan: Plan) -> list[fx.Node]:
     return unread
 
 
+def merge_waits(graph: fx.Graph) -> None:
+    """Leave every collective with one wait.
+
+    Two reads of one parameter, or two equal gradients, become one collective when the compiler removes common
+    subexpressions, but their waits stay apart. A second wait is the same value. Where both are results of the graph
+    the second is copied: a caller may change one of them in place.
+    """
+    for start in fxg.starts(graph):
+        waits = [user for user in start.users if fxg.is_wait(user)]
+        returned = sum(_is_returned(wait) for wait in waits)
+        for extra in waits[1:]:
+            value = waits[0]
+            if returned > 1 and _is_returned(extra):
+                with graph.inserting_before(extra):
+                    value = graph.call_function(aten.clone.default, (waits[0],))
+                value.meta.update(extra.meta)
+            extra.replace_all_uses_with(value)
+            graph.erase_node(extra)
+
+
+def _is_returned(node: fx.Node) -> bool:
+    """Whether a node, or a view of it, is a result of its graph."""
+    return any(user.op == "output" or (fxg.is_view(user) and _is_returned(user)) for user in node.users)
+
+
+def mark_planned(graph: fx.Graph) -> None:
+    """Note on every collective of ours what it carries, which also says that a plan was applied."""
+    for start in fxg.starts(graph):
+        if fxg.find_tag(start) is not None:
+            start.meta[BUCKET_KEY] = members_of(start)
+
+
 def is_planned(graph: fx.Graph) -> bool:
-    """Whether a plan was applied to the graph before: every collective of ours says what it carries."""
-    ours = [start for start in fxg.starts(graph) if fxg.find_tag(start) is not None]
-    return all(BUCKET_KEY in start.meta for start in ours)
+    """Whether a plan was applied to the graph before, or there is nothing to plan."""
+    return all(BUCKET_KEY in start.meta for start in fxg.starts(graph) if fxg.find_tag(start) is not None)
 
 
 class _Emission:

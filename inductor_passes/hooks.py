@@ -19,7 +19,7 @@ import torch
 
 from inductor_passes import graph as fxg
 from inductor_passes._compat import CustomGraphPass, is_tangent, trace_structured
-from inductor_passes.bucket import apply_plan, is_planned
+from inductor_passes.bucket import apply_plan, is_planned, mark_planned, merge_waits
 from inductor_passes.costs.model import ProfileCostModel
 from inductor_passes.labels import name_collectives
 from inductor_passes.planners import plan_collectives
@@ -105,7 +105,7 @@ class GraphHook(CustomGraphPass):
         self.pinned = pinned
         self.active = True
         self.records: deque[PassRecord] = deque(maxlen=_KEPT_RECORDS)
-        self._warned: set[str] = set()
+        self._warned: set[tuple[str, str]] = set()
 
     def uuid(self) -> Any:
         return f"{type(self).__name__} {identity(self.setups) if self.active else 'inactive'}"
@@ -168,8 +168,8 @@ class GraphHook(CustomGraphPass):
             metadata_fn=lambda: {"name": f"inductor_passes_{name}_{kind}", "encoding": "string"},
             payload_fn=lambda: str(record),
         )
-        if failure and failure not in self._warned:
-            self._warned.add(failure)
+        if failure and (name, kind) not in self._warned:
+            self._warned.add((name, kind))
             warnings.warn(
                 f"the {name} pass keeps the {kind} graph as it was: {failure}", RuntimeWarning, stacklevel=2
             )
@@ -193,6 +193,7 @@ class PostGradHook(GraphHook):
     def run(self, graph: fx.Graph, setup: Setup) -> None:
         if is_planned(graph):
             return
+        merge_waits(graph)
         kind = "backward" if any(map(is_tangent, graph.find_nodes(op="placeholder"))) else "forward"
         self.guarded("bucket", kind, graph, lambda snapshot: (bucket_pass(graph, setup, snapshot),))
 
@@ -226,4 +227,5 @@ def bucket_pass(graph: fx.Graph, setup: Setup, before: Snapshot) -> PlanReport:
     check_graph(graph, before)
     for node in unread:
         graph.erase_node(node)
+    mark_planned(graph)
     return PlanReport(program.problem, plan)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from inductor_passes import PassConfig, aot_eager_backend
-from inductor_passes.graph import find_kind
 from simplefsdp import simple_fsdp
-from tests.inductor_passes.toy import BF16, ToyLlama, Traced, tokens, trace, trace_wrapped, world
+from tests.inductor_passes.toy import BF16, Traced, saved_gathers, trace, trace_wrapped, world
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,37 +58,6 @@ WEIGHTS = [f"layers.{index}.{name}.weight" for index in (0, 1) for name in ("nor
 
 def example() -> torch.Tensor:
     return torch.randn(4, 16, requires_grad=True)
-
-
-def saved_gathers(traced: Traced) -> list[fx.Node]:
-    """Values saved for backward that are made of parameters and nothing else, found by their ancestors."""
-    graph = traced.graph("forward")
-    sources: dict[fx.Node, set[fx.Node]] = {}
-    gathered: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            sources[node] = {node}
-            continue
-        sources[node] = set().union(*(sources[parent] for parent in node.all_input_nodes), set())
-        if find_kind(node) == "all_gather" or not gathered.isdisjoint(node.all_input_nodes):
-            gathered.add(node)
-    shards = {p for node in graph.nodes if find_kind(node) == "all_gather" for p in sources[node]}
-    results = graph.output_node().args[0]
-    return [node for node in results[1:] if node in gathered and sources[node] <= shards]
-
-
-def test_each_weight_is_gathered_once_forward_and_once_backward_in_reverse_order():
-    traced = trace(ToyLlama(2), tokens(), mp_policy=BF16)
-    block = ["norm1", "wq", "wk", "wv", "wo", "norm2", "w1", "w3", "w2"]
-    layers = [f"layers.{index}.{name}.weight" for index in (0, 1) for name in block]
-    assert traced.gathered("forward") == ["embedding.weight", *layers, "norm.weight", "head.weight"]
-    again = traced.gathered("backward")
-    # A gradient reads every weight but the embedding's.
-    assert sorted(again) == sorted([*layers, "norm.weight", "head.weight"])
-    assert again[:2] == ["head.weight", "norm.weight"]
-    assert [name.split(".")[1] for name in again[2:]] == ["1"] * 9 + ["0"] * 9
-    assert sorted(traced.reduced("backward")) == sorted(traced.gathered("forward"))
-    assert saved_gathers(traced) == []
 
 
 @pytest.mark.parametrize("how", ["argument", "config"])

@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from inductor_passes import PassConfig, aot_eager_backend
+from inductor_passes.graph import find_kind, starts
 from inductor_passes.report import PassRecord, members_of, schedule_lines
 from simplefsdp import MixedPrecisionPolicy, simple_fsdp
 from tests.helpers.worlds import fake_process_group
@@ -90,9 +91,24 @@ class Traced:
 
 def members(graph: fx.Graph, kind: str) -> list[str]:
     """Parameters carried by the collectives of one kind, in order of issue."""
-    from inductor_passes.graph import find_kind, starts
-
     return [name for start in starts(graph) if find_kind(start) == kind for name in members_of(start)]
+
+
+def saved_gathers(traced: Traced) -> list[fx.Node]:
+    """Values saved for backward that are made of parameters and nothing else, found by their ancestors."""
+    graph = traced.graph("forward")
+    sources: dict[fx.Node, set[fx.Node]] = {}
+    gathered: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            sources[node] = {node}
+            continue
+        sources[node] = set().union(*(sources[parent] for parent in node.all_input_nodes), set())
+        if find_kind(node) == "all_gather" or not gathered.isdisjoint(node.all_input_nodes):
+            gathered.add(node)
+    shards = {p for node in graph.nodes if find_kind(node) == "all_gather" for p in sources[node]}
+    results = graph.output_node().args[0]
+    return [node for node in results[1:] if node in gathered and sources[node] <= shards]
 
 
 def trace(
