@@ -19,7 +19,15 @@ def test_the_example_trains_on_two_ranks(tmp_path):
     assert len(code.splitlines()) <= 25
     script = tmp_path / "train.py"
     script.write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from simplefsdp import MixedPrecisionPolicy, no_sync, simple_fsdp
 from torch import nn
 
+from simplefsdp import MixedPrecisionPolicy, no_sync, simple_fsdp
 from tests.helpers.collectives import counts_by_kind, record_collectives
 from tests.helpers.meshes import mesh
 from tests.simplefsdp.models import batch, loss_of, make_net

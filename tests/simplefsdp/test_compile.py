@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from simplefsdp import MixedPrecisionPolicy, simple_fsdp
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from simplefsdp import MixedPrecisionPolicy, simple_fsdp
 from tests.helpers.collectives import counts_by_kind, graph_collectives
 from tests.helpers.graphs import GraphRecorder
 from tests.helpers.meshes import mesh
@@ -37,7 +37,9 @@ def test_one_forward_and_one_backward_graph_hold_every_collective(world_of_four)
     assert backward["reduce_scatter"] == parameters
 
 
-@pytest.mark.parametrize(("factor", "expected"), [(1, {"all_reduce": 17}), (2, {"reduce_scatter": 17, "all_reduce": 17})])
+@pytest.mark.parametrize(
+    ("factor", "expected"), [(1, {"all_reduce": 17}), (2, {"reduce_scatter": 17, "all_reduce": 17})]
+)
 def test_reductions_of_replicated_and_hybrid_meshes(world_of_four, factor, expected):
     model = simple_fsdp(make_net(), sharding_factor=factor)
     recorder = GraphRecorder()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from simplefsdp import MixedPrecisionPolicy, simple_fsdp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from simplefsdp import MixedPrecisionPolicy, simple_fsdp
 from tests.helpers.meshes import mesh
 from tests.simplefsdp.models import batch, loss_of
 
@@ -38,7 +38,9 @@ class OneParameterEach(nn.Module):
         return self.head(x + self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
 
 
-def _train(rank: int, world: int, ours: bool, shape: tuple[int, ...], backend: str, policy: MixedPrecisionPolicy):
+def _train(
+    rank: int, world: int, ours: bool, shape: tuple[int, ...], backend: str, policy: MixedPrecisionPolicy
+):
     torch.manual_seed(7)
     model = OneParameterEach()
     device_mesh = mesh(*shape)
@@ -60,7 +62,9 @@ def _train(rank: int, world: int, ours: bool, shape: tuple[int, ...], backend: s
     return losses, [p.detach().full_tensor() for p in model.parameters()]
 
 
-def _compare(rank: int, world: int, shape: tuple[int, ...], policy: MixedPrecisionPolicy, backends: tuple[str, ...]):
+def _compare(
+    rank: int, world: int, shape: tuple[int, ...], policy: MixedPrecisionPolicy, backends: tuple[str, ...]
+):
     expected_losses, expected = _train(rank, world, False, shape, "eager", policy)
     for backend in backends:
         losses, parameters = _train(rank, world, True, shape, backend, policy)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from simplefsdp import simple_fsdp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from simplefsdp import simple_fsdp
 from tests.helpers.memory import LiveBytes
 from tests.helpers.meshes import mesh
 
@@ -81,4 +81,6 @@ def _changed_between(rank: int, world: int):
 
 def test_a_parameter_changed_between_forward_and_backward_is_an_error(workers):
     for message in workers(2).run(_changed_between):
-        assert "parameter 'weight' of shape (4, 4) was changed in place between forward and backward" in message
+        assert (
+            "parameter 'weight' of shape (4, 4) was changed in place between forward and backward" in message
+        )

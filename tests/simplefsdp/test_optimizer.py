@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from simplefsdp import clip_grad_norm_, simple_fsdp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from simplefsdp import clip_grad_norm_, simple_fsdp
 from tests.helpers.meshes import mesh
 from tests.simplefsdp.models import batch, loss_of, make_net
 

@@ -5,14 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from simplefsdp import (
-    MixedPrecisionPolicy,
-    clip_grad_norm_,
-    full_state_dict,
-    load_full_state_dict,
-    sharded_parameters,
-    simple_fsdp,
-)
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -22,6 +14,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from simplefsdp import (
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    full_state_dict,
+    load_full_state_dict,
+    sharded_parameters,
+    simple_fsdp,
+)
 from tests.helpers.collectives import record_collectives
 from tests.helpers.meshes import mesh
 
@@ -44,7 +44,7 @@ def _plain() -> Mlp:
     return Mlp()
 
 
-def _parallel(policy: MixedPrecisionPolicy = MixedPrecisionPolicy(), sequence: bool = False):
+def _parallel(policy: MixedPrecisionPolicy | None = None, sequence: bool = False):
     device_mesh = mesh(2, 2, names=("dp", "tp"))
     model = _plain()
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -85,7 +85,9 @@ def _train(rank: int, world: int, backend: str, sequence: bool):
         for name, param in model.named_parameters():
             expected = reference.get_parameter(name)
             torch.testing.assert_close(param.full_tensor(), expected.data, msg=lambda m, n=name: f"{n}: {m}")
-            torch.testing.assert_close(param.grad.full_tensor(), expected.grad, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                param.grad.full_tensor(), expected.grad, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -177,10 +179,12 @@ def test_even_uneven_and_tiny_shapes_keep_their_values(workers):
 def _refusals(rank: int, world: int):
     device_mesh = mesh(2, 2, names=("dp", "tp"))
     param = distribute_tensor(torch.ones(4), device_mesh["dp"], [Shard(0)])
-    with pytest.raises(ValueError, match=r"parameter 'weight' is a DTensor on the mesh .* data-parallel mesh"):
+    with pytest.raises(
+        ValueError, match=r"parameter 'weight' is a DTensor on the mesh .* data-parallel mesh"
+    ):
         simple_fsdp(Holder(param), device_mesh["dp"])
     other = distribute_tensor(torch.ones(4), mesh(4), [Shard(0)])
-    with pytest.raises(ValueError, match="parameter 'weight'.*slice both out of one mesh"):
+    with pytest.raises(ValueError, match=r"parameter 'weight'.*slice both out of one mesh"):
         simple_fsdp(Holder(other), device_mesh["dp"])
 
 
