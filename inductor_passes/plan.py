@@ -11,8 +11,8 @@ Positions are *slots*. Compute is cut into regions ``0 .. n-1``; slot ``k`` is t
 
 What counts as in flight, and is bounded by the memory budget:
 
-* a gather holds ``size_bytes`` in every region from its start to the region before its first use (gathered
-  but not yet used; from its first use on, the value is needed with any plan);
+* a gather holds ``size_bytes`` in every region from its start up to the last slot where it may start, its first
+  use (gathered but not yet used; from there on any plan has it in flight or in use);
 * a reduction holds ``size_bytes`` in every region from its input's existence to the region before its wait (a
   gradient waiting to be reduced);
 * a bucket of several members holds ``staging_bytes`` of each once more for a moment: gathers at the wait (the
@@ -100,6 +100,12 @@ class Collective:
     staging_bytes: int = 0
     block: str | None = None
 
+    @property
+    def traced_slot(self) -> int:
+        """Where it starts when nothing is moved: gathers at their first use, the others once their input
+        exists."""
+        return self.latest_issue if self.role is Role.GATHER else self.earliest_issue
+
 
 @dataclasses.dataclass(frozen=True)
 class PlanningProblem:
@@ -140,8 +146,8 @@ class PlanningProblem:
             for other in item.depends_on:
                 if not 0 <= other < number:
                     raise ValueError(f"{where}: depends on {other}, which is not an earlier collective")
-                if self.collectives[other].earliest_issue > item.latest_issue:
-                    raise ValueError(f"{where}: must start before collective {other} it depends on can")
+                if self.collectives[other].traced_slot > item.traced_slot:
+                    raise ValueError(f"{where}: is traced before collective {other}, which it depends on")
 
     @property
     def last_slot(self) -> int:

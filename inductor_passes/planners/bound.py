@@ -23,7 +23,8 @@ from __future__ import annotations
 import dataclasses
 
 from inductor_passes.plan import LowerBound, Role
-from inductor_passes.planners.instance import Instance, KeyList, prefix_sums
+from inductor_passes.planners.instance import Instance
+from inductor_passes.planners.keylists import KeyList, prefix_sums
 from inductor_passes.planners.segment import best_runs
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inductor_passes.plan import AloneReason, Collective
-from inductor_passes.planners.instance import Instance, KeyList
+from inductor_passes.planners.instance import Instance
+from inductor_passes.planners.keylists import KeyList
 
 
 def alone_reasons(

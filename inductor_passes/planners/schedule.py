@@ -113,7 +113,7 @@ def in_flight(problem: PlanningProblem, buckets: Sequence[Bucket], events: Seque
         for number in bucket.members:
             item = problem.collectives[number]
             if item.role is Role.GATHER:
-                first, last = bucket.issue_slot, item.latest_wait
+                first, last = bucket.issue_slot, item.latest_issue
             elif item.role is Role.REDUCE:
                 first, last = item.earliest_issue, bucket.wait_slot
             else:
@@ -149,9 +149,9 @@ def _staging_peak(problem: PlanningProblem, buckets: Sequence[Bucket], events: S
         role = chosen[0].role
         if role is Role.GATHER and event.action == ISSUE:
             for item in chosen:
-                if item.latest_wait > slot:
+                if item.latest_issue > slot:
                     held += item.size_bytes
-                    released[item.latest_wait] = released.get(item.latest_wait, 0) + item.size_bytes
+                    released[item.latest_issue] = released.get(item.latest_issue, 0) + item.size_bytes
         if staging and ((role is Role.GATHER) == (event.action == WAIT)):
             peak = max(peak, held + staging)
         if role is Role.REDUCE and event.action == WAIT:

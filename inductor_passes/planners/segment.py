@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from inductor_passes.planners.instance import KeyList
+from inductor_passes.planners.keylists import KeyList
 
 Runs = list[tuple[int, int]]
 

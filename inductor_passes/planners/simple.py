@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from inductor_passes.plan import PlanningProblem, Role
-from inductor_passes.planners.instance import UNBOUNDED, Bucketing, Instance, KeyList
+from inductor_passes.plan import Role
+from inductor_passes.planners.instance import UNBOUNDED, Bucketing, Instance
+from inductor_passes.planners.keylists import KeyList
 from inductor_passes.planners.order import Lead, not_before, one_ahead, order_by_slot
 from inductor_passes.planners.place import place
 from inductor_passes.planners.segment import Runs
@@ -32,7 +33,7 @@ def decide_none(instance: Instance) -> Decision:
     Gathers sit at their first use, reductions where their input is ready. Fixed ones keep their slots.
     """
     problem = instance.problem
-    slots = traced_slots(problem)
+    slots = [item.traced_slot for item in problem.collectives]
     keyed: list[tuple[int, int, int, bool]] = []
     for number, item in enumerate(problem.collectives):
         keyed.append((slots[number], number, 0, False))
@@ -44,22 +45,6 @@ def decide_none(instance: Instance) -> Decision:
     order = sorted(range(len(keyed)), key=lambda at: (keyed[at][:3], numbers[at]))
     events = [(keyed[at][0], numbers[at], keyed[at][3]) for at in order]
     return Decision([(number,) for number in range(len(problem.collectives))], events)
-
-
-def traced_slots(problem: PlanningProblem) -> list[int]:
-    """Where each collective starts when nothing is moved; no earlier than what feeds it.
-
-    Raises:
-        ValueError: The windows leave no such slot.
-    """
-    out: list[int] = []
-    for number, item in enumerate(problem.collectives):
-        slot = item.latest_issue if item.role is Role.GATHER else item.earliest_issue
-        slot = max([slot, *(out[other] for other in item.depends_on)])
-        if slot > item.latest_issue:
-            raise ValueError(f"collective {number} ({item.name}) cannot start after what feeds it")
-        out.append(slot)
-    return out
 
 
 def decide_block(instance: Instance) -> Decision:
