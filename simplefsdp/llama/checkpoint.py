@@ -82,7 +82,8 @@ class Checkpointer:
     same order. A context manager: leaving it waits for the save in flight.
 
     Args:
-        directory: where checkpoints are kept; made if missing. All ranks must see the same directory.
+        directory: where checkpoints are kept; made if missing. All ranks must see the same directory, and only
+            one run may use it at a time.
         keep_last: how many of the newest complete checkpoints survive the next save, at least 1.
         process_group: group with a CPU backend that nothing else communicates on while this object is in use;
             None makes a gloo group over all ranks.
@@ -143,7 +144,7 @@ class Checkpointer:
                 Values that are not tensors must be equal on all ranks and of builtin types. Only "rng" may
                 differ between ranks. Plain (not DTensor) tensors are taken from one rank: they must be
                 replicas.
-            blocking: write on the calling thread's time, without a copy, and return when it is complete.
+            blocking: write without a copy of tensors in host memory, and return when it is complete.
 
         Raises:
             CheckpointError: the save before this one failed (this one is not started then), or, if
@@ -160,7 +161,7 @@ class Checkpointer:
         except AgreedError as error:  # perhaps on this rank only: raised by `wait`, on all ranks
             job.error = error
         data = {".".join(path): local_values(tensor) for path, tensor in job.tensors.items()}
-        job.data = data if blocking else self._copied_to_host(data)
+        job.data = self._on_host(data, copy=not blocking)
         # Not a daemon: a save that has begun is finished even if the main thread raises.
         job.thread = threading.Thread(target=self._run, args=(job,), name=f"checkpoint-{step}")
         self._job = job
@@ -259,22 +260,25 @@ class Checkpointer:
             )
         self._ranks.first(self._files.clean)
 
-    def _copied_to_host(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors to host memory; from a device into pinned buffers, kept for the next save."""
-        copies, on_device = {}, False
+    def _on_host(self, tensors: dict[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
+        """Return tensors in host memory; those that are there already only on request as copies.
+
+        From a device they are copied into pinned buffers, which are kept for the next save.
+        """
+        on_host, any_on_device = {}, False
         for name, tensor in tensors.items():
             if tensor.device.type == "cpu":
-                copies[name] = tensor.detach().clone()
+                on_host[name] = tensor.clone() if copy else tensor
                 continue
-            on_device = True
+            any_on_device = True
             pinned = self._pinned.get(name)
             if pinned is None or pinned.shape != tensor.shape or pinned.dtype != tensor.dtype:
                 pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._pinned[name] = copies[name] = pinned
-            pinned.copy_(tensor.detach(), non_blocking=True)
-        if on_device:
+            self._pinned[name] = on_host[name] = pinned
+            pinned.copy_(tensor, non_blocking=True)
+        if any_on_device:
             torch.accelerator.synchronize()
-        return copies
+        return on_host
 
     def _run(self, job: _SaveJob) -> None:
         try:
@@ -301,7 +305,8 @@ class Checkpointer:
         ranks.each(write_own_files)
         dcp_save(
             nest(job.tensors),
-            storage_writer=FileSystemWriter(directory, sync_files=True),
+            # No copy-ahead: the data is in host memory, and this thread must not touch a device.
+            storage_writer=FileSystemWriter(directory, sync_files=True, per_thread_copy_ahead=0),
             planner=_CopiedDataPlanner(job.data),
             process_group=ranks.group,
         )

@@ -252,8 +252,9 @@ def test_all_ranks_stop_at_one_step(tmp_path: Path, number: signal.Signals) -> N
     ranks = MortalRanks(stop_when_asked, 3, tmp_path / "ranks")
     ranks.wait_for_line("ready")
     time.sleep(0.3)
-    for _ in range(3):  # at once, as from a terminal and its launcher: one request
+    for _ in range(3):  # as from a terminal and its launcher: one request
         os.kill(ranks.pids[2], number)
+        time.sleep(0.05)
     assert ranks.wait() == [0, 0, 0]
     results = [json.loads(ranks.log(rank).splitlines()[-1]) for rank in range(3)]
     assert len({result["step"] for result in results}) == 1
