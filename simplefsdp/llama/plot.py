@@ -5,29 +5,27 @@ Owns: drawing. Must not know: where the records come from, training.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from simplefsdp.llama.metrics import History
 
-SMOOTHING_FRACTION = 0.03
-"""Time constant of the smoothed curve as a share of the run: short enough to keep its shape."""
+SMOOTHING_FRACTION = 0.02
+"""Half the width of the smoothing window as a share of the run: short enough to keep the curve's shape."""
 TRAIN_COLOUR = "#4c78a8"
 EVAL_COLOUR = "#e45756"
 
 
-def smooth(values: list[float], time_constant: float) -> list[float]:
-    """Exponential moving average, corrected for its start so that the first value is not favoured.
+def smooth(values: Sequence[float], half_width: int) -> list[float]:
+    """Mean of each value and up to `half_width` neighbours on either side, as many on one as on the other.
 
-    Args:
-        values: one per step.
-        time_constant: steps after which a value's weight has fallen to about 1/e; up to 1 changes nothing.
+    Symmetric, so that the smoothed curve does not lag behind a falling loss as a running average would.
     """
-    keep = 1.0 - 1.0 / max(time_constant, 1.0)
-    mean, weight, smoothed = 0.0, 0.0, []
-    for value in values:
-        mean = keep * mean + (1.0 - keep) * value
-        weight = keep * weight + (1.0 - keep)
-        smoothed.append(mean / weight)
+    smoothed = []
+    for index in range(len(values)):
+        reach = min(half_width, index, len(values) - 1 - index)
+        window = values[index - reach : index + reach + 1]
+        smoothed.append(sum(window) / len(window))
     return smoothed
 
 
@@ -48,13 +46,20 @@ def plot_loss(history: History, path: Path, title: str) -> None:
     losses = [record.loss for record in history.train]
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(steps, losses, color=TRAIN_COLOUR, alpha=0.3, linewidth=1, label="training, each step")
     axes.plot(
         steps,
-        smooth(losses, SMOOTHING_FRACTION * len(losses)),
+        losses,
+        color=TRAIN_COLOUR,
+        alpha=0.3,
+        linewidth=1,
+        label=f"training, each step (last {losses[-1]:.2f})",
+    )
+    axes.plot(
+        steps,
+        smooth(losses, round(SMOOTHING_FRACTION * len(losses))),
         color=TRAIN_COLOUR,
         linewidth=2,
-        label=f"training, smoothed (ends at {losses[-1]:.2f})",
+        label="training, smoothed",
     )
     if history.evals:
         axes.plot(
@@ -64,7 +69,7 @@ def plot_loss(history: History, path: Path, title: str) -> None:
             marker="o",
             markersize=4,
             linewidth=1.5,
-            label=f"held-out text (ends at {history.evals[-1].loss:.2f})",
+            label=f"held-out text (last {history.evals[-1].loss:.2f})",
         )
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("optimizer step")

@@ -121,12 +121,13 @@ def test_a_run_of_one_step_has_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").stat().st_size > 0
 
 
-def test_smoothing() -> None:
-    assert smooth([1.0, 5.0, 2.0], time_constant=1.0) == [1.0, 5.0, 2.0]
-    assert smooth([4.0] * 5, time_constant=10.0) == pytest.approx([4.0] * 5)
-    assert smooth([0.0, 1.0], time_constant=2.0) == pytest.approx([0.0, 2 / 3])
+def test_smoothing_does_not_lag() -> None:
+    assert smooth([1.0, 5.0, 2.0], half_width=0) == [1.0, 5.0, 2.0]
+    assert smooth([3.0, 0.0, 6.0, 3.0], half_width=1) == [3.0, 3.0, 3.0, 3.0]
+    falling = [10.0 - step for step in range(10)]
+    assert smooth(falling, half_width=3) == pytest.approx(falling)
     noisy = [step % 2 for step in range(100)]
-    assert smooth(noisy, time_constant=20.0)[-1] == pytest.approx(0.5, abs=0.05)
+    assert smooth(noisy, half_width=20)[50] == pytest.approx(0.5, abs=0.05)
 
 
 # -- the display
