@@ -150,7 +150,10 @@ class Live:
         self._live.start()
 
     def note(self, text: str) -> None:
-        self._live.console.print(text, markup=False)
+        from rich.text import Text
+
+        # Not `markup=False`: the panel below is drawn again in the same call, and would lose its own.
+        self._live.console.print(Text(text))
 
     def compiling(self, active: bool) -> None:
         self._compiling_since = time.monotonic() if active else None

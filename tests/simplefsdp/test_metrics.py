@@ -177,6 +177,7 @@ def test_the_live_panel_shows_what_happens() -> None:
     shown = screen.getvalue()
     for text in ("training", "debug", "written [here]", "1.2500", "2.5125", "41.5%", "200", "3 MiB", "▁"):
         assert text in shown, text
+    assert "[bold]" not in shown
 
 
 def test_durations() -> None:
