@@ -94,7 +94,11 @@ class RotaryEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention in which groups of query heads share a key/value head (arXiv 2305.13245)."""
+    """Causal self-attention in which groups of query heads share a key/value head (arXiv 2305.13245).
+
+    On CUDA, torch has kernels for grouped heads in half precision only: in float32 it falls back to plain products
+    and holds the (S, S) scores of every head.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
