@@ -273,23 +273,27 @@ def group_topologies(starts: Iterable[fx.Node], ranks_per_node: int) -> dict[str
 
 
 def find_block(node: fx.Node, blocks: Sequence[str]) -> str | None:
-    """The innermost module of `blocks` that a node was traced in, None when there is none.
+    """The innermost module of `blocks` that holds the module a node was traced in, None when there is none.
 
     Args:
         node: a node with a module stack.
-        blocks: fully qualified names, globs whose `*` stands for one part of a name, or class names, qualified or
-            not. A module whose class derives from a named one counts.
+        blocks: fully qualified names, globs whose `*` stands for one part of a name, or class names, qualified
+            or not. A module whose class derives from a named one counts. Containers that are never called, such
+            as a `ModuleList`, have a name here and no class.
     """
-    for fqn, cls in reversed(fxg.module_stack(node)):
-        bases = cls.__mro__ if isinstance(cls, type) else ()
-        names = (
-            {cls}
-            if isinstance(cls, str)
-            else {name for c in bases for name in (c.__name__, class_name_of(c))}
-        )
-        if any(block in names or _matches(fqn, block) for block in blocks):
+    classes = dict(fxg.module_stack(node))
+    parts = fxg.module_fqn(node).split(".")
+    for length in range(len(parts), -1, -1):
+        fqn = ".".join(parts[:length])
+        if any(block in _class_names(classes.get(fqn)) or _matches(fqn, block) for block in blocks):
             return fqn
     return None
+
+
+def _class_names(cls: type | str | None) -> set[str]:
+    if isinstance(cls, type):
+        return {name for base in cls.__mro__ for name in (base.__name__, class_name_of(base))}
+    return set() if cls is None else {cls}
 
 
 def _matches(fqn: str, pattern: str) -> bool:

@@ -47,12 +47,10 @@ def kernels(nodes: Sequence[fx.Node], nominal: int) -> list[Work]:
         nominal: what each symbolic size counts as.
     """
     heavy = [node for node in nodes if fxg.is_heavy(node)]
-    cheap = [
-        node for node in nodes if not fxg.is_heavy(node) and not fxg.is_view(node) and fxg.is_tensor(node)
-    ]
+    light = [node for node in nodes if not fxg.is_heavy(node) and fxg.is_tensor(node)]
     work = [_heavy_kernel(node, nominal) for node in heavy]
-    if cheap:
-        work.append(_fused_kernel(cheap, nominal))
+    if not all(map(fxg.is_view, light)):
+        work.append(_fused_kernel(light, nominal))
     return work
 
 
@@ -68,12 +66,27 @@ def _heavy_kernel(node: fx.Node, nominal: int) -> Work:
 
 
 def _fused_kernel(nodes: Sequence[fx.Node], nominal: int) -> Work:
+    """One kernel of light nodes and the views between them, which stand for the tensor they view."""
     inside = set(nodes)
-    read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
-    written = [node for node in nodes if any(user not in inside for user in node.users)]
-    return Work(
-        moved_bytes=moved_bytes(read, nominal) + moved_bytes(written, nominal), dtype=_dtype(nodes[-1])
+    base = {node: node for node in nodes}
+    for node in nodes:
+        if fxg.is_view(node) and node.all_input_nodes:
+            source = node.all_input_nodes[0]
+            base[node] = base.get(source, source)
+    read = dict.fromkeys(
+        source
+        for node in nodes
+        if base[node] is node
+        for source in node.all_input_nodes
+        if source not in inside
     )
+    read |= dict.fromkeys(source for source in base.values() if source not in inside)
+    written = dict.fromkeys(
+        base[node]
+        for node in nodes
+        if base[node] in inside and any(user not in inside for user in node.users)
+    )
+    return Work(moved_bytes=moved_bytes((*read, *written), nominal), dtype=_dtype(nodes[-1]))
 
 
 def moved_bytes(nodes: Iterable[fx.Node], nominal: int) -> int:

@@ -5,52 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from inductor_passes import PassConfig, aot_eager_backend
 from simplefsdp import simple_fsdp
-from tests.inductor_passes.toy import BF16, Traced, saved_gathers, trace, trace_wrapped, world
+from tests.inductor_passes.toy import BF16, Mlp, Traced, saved_gathers, trace, trace_wrapped, world
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _world():
     with world(8):
         yield
-
-
-class Mlp(nn.Module):
-    """Two residual blocks of three weights, checkpointed or not."""
-
-    def __init__(self, mode: str = "none") -> None:
-        super().__init__()
-        self.mode = mode
-        self.layers = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "norm": nn.RMSNorm(16),
-                    "up": nn.Linear(16, 32, bias=False),
-                    "down": nn.Linear(32, 16, bias=False),
-                }
-            )
-            for _ in range(2)
-        )
-
-    def block(self, layer: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
-        return x + layer["down"](torch.tanh(layer["up"](layer["norm"](x))))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            if self.mode == "none":
-                x = self.block(layer, x)
-            elif self.mode == "full":
-                x = checkpoint(self.block, layer, x, use_reentrant=False)
-            else:
-                x = checkpoint(self.block, layer, x, use_reentrant=False, context_fn=_selective)
-        return x
-
-
-def _selective():
-    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
 
 
 WEIGHTS = [f"layers.{index}.{name}.weight" for index in (0, 1) for name in ("norm", "up", "down")]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from inductor_passes import PassConfig, aot_eager_backend
 from inductor_passes.graph import find_kind, starts
@@ -58,6 +59,41 @@ class ToyLlama(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x)).float()
+
+
+class Mlp(nn.Module):
+    """Two residual blocks of three weights; "none", "full" or "selective" activation checkpointing."""
+
+    def __init__(self, mode: str = "none", dim: int = 16) -> None:
+        super().__init__()
+        self.mode = mode
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm": nn.RMSNorm(dim),
+                    "up": nn.Linear(dim, 2 * dim, bias=False),
+                    "down": nn.Linear(2 * dim, dim, bias=False),
+                }
+            )
+            for _ in range(2)
+        )
+
+    def block(self, layer: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
+        return x + layer["down"](torch.tanh(layer["up"](layer["norm"](x))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.mode == "none":
+                x = self.block(layer, x)
+            elif self.mode == "full":
+                x = checkpoint(self.block, layer, x, use_reentrant=False)
+            else:
+                x = checkpoint(self.block, layer, x, use_reentrant=False, context_fn=_selective)
+        return x
+
+
+def _selective():
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
 
 
 @dataclass
