@@ -243,6 +243,7 @@ def stop_when_asked(rank: int, world_size: int) -> None:
         while not shutdown.should_stop():
             step += 1
             time.sleep(0.01 * rank)
+        time.sleep(0.5)  # saving
     print(json.dumps({"step": step, "asked": shutdown.requested}), flush=True)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
