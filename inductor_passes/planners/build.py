@@ -16,6 +16,9 @@ from collections.abc import Mapping, Sequence
 
 from inductor_passes.plan import Collective, GroupKey, PlanningProblem, Role
 
+REGIONS_AT_LEAST = 256
+"""Compute is cut into about this many regions even where no collective needs a slot."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
@@ -31,7 +34,8 @@ class Traced:
             on do not count: they move with their waits.
         issue: Its start.
         wait: Its wait.
-        need: First node that uses its result; the number of nodes when only the graph's output does.
+        need: First node that uses its result; the number of nodes when only the graph's output does. Uses by
+            collectives that depend on it do not count: they move.
         depends_on: Numbers of collectives (positions in the list) whose results feed it.
         copy_in_ns: Time to copy it into a bucket of several.
         copy_out_ns: Time to copy it out of one.
@@ -89,7 +93,7 @@ def build_problem(
         kernel_ns: Fixed cost of a copy kernel.
         memory_budget_bytes: Bound on bytes in flight; ``None`` for none.
         longest_region_ns: Cut regions longer than this where nodes allow, so that starts may also lie inside
-            long stretches of compute; ``None`` cuts only where collectives need it.
+            long stretches of compute; ``None`` for one in :data:`REGIONS_AT_LEAST` of all compute.
 
     Raises:
         ValueError: A collective's positions contradict one another.
@@ -105,6 +109,8 @@ def build_problem(
                 f"collective {number} ({item.name}): need 0 <= ready <= issue <= wait and issue <= need <= {count}, "
                 f"got ready {item.ready}, issue {item.issue}, wait {item.wait}, need {item.need}"
             )
+    if longest_region_ns is None:
+        longest_region_ns = sum(node_ns) // REGIONS_AT_LEAST
     cuts = _cuts(node_ns, collectives, barriers, longest_region_ns)
     regions = [sum(node_ns[first:last]) for first, last in itertools.pairwise(cuts)]
     earliest = [item.issue if item.role is Role.FIXED else item.ready for item in collectives]
@@ -157,7 +163,7 @@ def _cuts(
     node_ns: Sequence[int],
     collectives: Sequence[Traced],
     barriers: Sequence[int],
-    longest_region_ns: int | None,
+    longest_region_ns: int,
 ) -> list[int]:
     count = len(node_ns)
     wanted = {0, count}
@@ -165,15 +171,14 @@ def _cuts(
         wanted.update((item.issue, item.wait) if item.role is Role.FIXED else (item.ready, item.need))
     for barrier in barriers:
         wanted.update((barrier, barrier + 1))
-    if longest_region_ns is not None:
-        length = 0
-        for node, duration in enumerate(node_ns):
-            if node in wanted:
-                length = 0
-            elif length + duration > longest_region_ns and length:
-                wanted.add(node)
-                length = 0
-            length += duration
+    length = 0
+    for node, duration in enumerate(node_ns):
+        if node in wanted:
+            length = 0
+        elif length and length + duration > longest_region_ns:
+            wanted.add(node)
+            length = 0
+        length += duration
     return sorted(wanted)
 
 

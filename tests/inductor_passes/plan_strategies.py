@@ -17,13 +17,18 @@ def problems(draw, most_movable=5, most_regions=5, most_fixed=1):
     regions = draw(st.integers(1, most_regions))
     slots = st.integers(0, regions)
     movable = draw(st.integers(1, most_movable))
-    keys = [draw(st.sampled_from([GATHER, GATHER, GATHER_FP32, REDUCE, REDUCE, REPLICATE])) for _ in range(movable)]
+    keys = [
+        draw(st.sampled_from([GATHER, GATHER, GATHER_FP32, REDUCE, REDUCE, REPLICATE]))
+        for _ in range(movable)
+    ]
     keys += [draw(st.sampled_from([TENSOR, REDUCE]))] * draw(st.integers(0, most_fixed))
     items = []
     for number, key in enumerate(keys):
         if number >= movable:
             first, last = sorted([draw(slots), draw(slots)])
-            items.append(Collective(f"f{number}", key, Role.FIXED, 0, draw(st.integers(0, 9)), first, first, last))
+            items.append(
+                Collective(f"f{number}", key, Role.FIXED, 0, draw(st.integers(0, 9)), first, first, last)
+            )
             continue
         gather = key.kind == "all_gather"
         earliest = draw(st.sampled_from([0, 0, 0, draw(slots)])) if gather else draw(slots)
