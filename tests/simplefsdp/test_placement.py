@@ -286,12 +286,18 @@ def test_dtensors_that_cannot_be_joined_are_refused_with_their_meshes():
         other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
         dp = make_mesh(world["dp"], None)
 
-        def on(mesh: Any, placement: Any = Replicate()) -> nn.Parameter:
+        def on(mesh: Any, placement: Any) -> nn.Parameter:
             return nn.Parameter(DTensor.from_local(torch.zeros(4, 2), mesh, [placement], run_check=False))
 
         for param, message in (
-            (on(world["dp"]), r"'block\.weight' is a DTensor on the mesh .*dp=2.*slice both out of one mesh"),
-            (on(other["y"]), r"'block\.weight' is a DTensor on the mesh .*y=2.*cannot be joined with .*dp=2"),
+            (
+                on(world["dp"], Replicate()),
+                r"'block\.weight' is a DTensor on the mesh .*dp=2.*slice both out of one mesh",
+            ),
+            (
+                on(other["y"], Replicate()),
+                r"'block\.weight' is a DTensor on the mesh .*y=2.*cannot be joined with .*dp=2",
+            ),
             (on(world["tp"], Partial()), r"'block\.weight' .*a partial sum cannot be sharded; redistribute"),
         ):
             with pytest.raises(ValueError, match=message):
