@@ -58,6 +58,11 @@ def read_inputs(options: TrainOptions, world: World) -> Inputs:
     """
     recipe = options.recipe
     check_sharding_factor(options, world.size)
+    if options.compile and options.compile_backend not in torch.compiler.list_backends(exclude_tags=()):
+        usual = ", ".join(torch.compiler.list_backends())
+        raise UsageError(
+            f"--compile-backend {options.compile_backend}: torch.compile has {usual} and, to debug, aot_eager"
+        )
     try:
         config = config_from_hf(options.hf) if options.hf is not None else get_config(options.model)
         if recipe.seq_len > config.max_seq_len:
@@ -97,7 +102,7 @@ def describe(options: TrainOptions, inputs: Inputs, world: World) -> dict[str, s
     """Returns the facts that a run's header shows, name to text."""
     config, loader = inputs.config, inputs.train
     tokens = loader.global_batch * options.recipe.seq_len
-    batch = f"{tokens:,} tokens per step: {world.size} ranks x {options.recipe.local_batch} sequences"
+    batch = f"{tokens:,} tokens per step: {count_ranks(world.size)} x {options.recipe.local_batch} sequences"
     if options.accumulation > 1:
         batch += f" x {options.accumulation} passes"
     source = ", ".join(options.data) if options.data else "Python's own documentation"
@@ -105,7 +110,7 @@ def describe(options: TrainOptions, inputs: Inputs, world: World) -> dict[str, s
     return {
         "model": f"{options.run_name}: {_count(config.n_parameters)} parameters, {config.n_layers} layers, "
         f"width {config.dim}",
-        "ranks": f"{world.size} x {_device_name(world)}, {_describe_mesh(options, world)}",
+        "ranks": f"{world.size} on {_device_name(world)}, {_describe_mesh(options, world)}",
         "precision": "bf16 compute, fp32 storage and reductions" if uses_bf16(options, world) else "fp32",
         "compiler": options.compile_backend if options.compile else "off",
         "batch": f"{batch} x {options.recipe.seq_len} tokens",
@@ -175,6 +180,11 @@ def build_optimizer(options: TrainOptions, model: nn.Module) -> torch.optim.Adam
     )
 
 
+def count_ranks(number: int) -> str:
+    """Returns "1 rank", "2 ranks", ..."""
+    return f"{number} rank" + ("s" if number != 1 else "")
+
+
 def _find_tokenizer(options: TrainOptions) -> Path | None:
     """The tokenizer asked for, else the one beside imported weights, else bytes."""
     if options.tokenizer is None and options.hf is not None and (options.hf / "tokenizer.json").is_file():
@@ -191,7 +201,7 @@ def _describe_mesh(options: TrainOptions, world: World) -> str:
 
 
 def _device_name(world: World) -> str:
-    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU process"
+    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
 
 
 def _count(number: int) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -88,6 +89,16 @@ def check_sharding_factor(options: TrainOptions, world_size: int) -> None:
         )
 
 
+def check_cpp_compiler(options: TrainOptions) -> None:
+    """Raises UsageError if the CPU's code cannot be compiled on this machine."""
+    needed = options.compile and options.compile_backend == "inductor"
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if needed and find_device_type(options.device) == "cpu" and shutil.which(compiler.split()[0]) is None:
+        raise UsageError(
+            f"torch.compile needs a C++ compiler on CPUs, and there is no {compiler}: install it, or use --no-compile"
+        )
+
+
 def launch(argv: Sequence[str], options: TrainOptions) -> int:
     """Runs `simplefsdp.llama.train` on every rank of this machine and waits for the end.
 
@@ -98,7 +109,11 @@ def launch(argv: Sequence[str], options: TrainOptions) -> int:
     Returns:
         0 if every rank succeeded, 2 if a rank reported bad input, else the code of the rank that failed first
         (128 + n for signal n).
+
+    Raises:
+        UsageError: if this machine cannot do what is asked for.
     """
+    check_cpp_compiler(options)
     command = [sys.executable, "-m", "simplefsdp.llama.train", *argv]
     is_cpu = find_device_type(options.device) == "cpu"
     with RankProcesses(command, find_world_size(options), cpu=is_cpu) as ranks:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from simplefsdp import clip_grad_norm_, no_sync
-from simplefsdp.llama.build import Inputs, build_model, build_optimizer, describe, read_inputs
+from simplefsdp.llama.build import Inputs, build_model, build_optimizer, count_ranks, describe, read_inputs
 from simplefsdp.llama.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -230,9 +230,11 @@ class Trainer:
 
     def _exchange(self, step: int, loss: Tensor, norm: Tensor) -> StepNumbers:
         """Exchanges the step's numbers between the ranks, and stops all of them if one is not finite."""
-        host = [float(self.world.peak_memory_bytes()), float(self._stop_requested())]
+        host = torch.tensor(
+            [float(self.world.peak_memory_bytes()), float(self._stop_requested())], dtype=torch.float64
+        )
         rows = self.world.gather_numbers(
-            torch.cat((torch.stack((loss, norm)).double(), torch.tensor(host).double().to(loss.device)))
+            torch.cat((torch.stack((loss, norm)).double(), host.to(loss.device)))
         )
         losses, norms, memory, stops = zip(*rows, strict=True)
         for rank, rank_loss in enumerate(losses):
@@ -337,7 +339,7 @@ class Trainer:
         before = state["run"]["tokens_per_step"]
         if before != self._tokens_per_step:
             notes.append(
-                f"tokens per step were {before:,} and are {self._tokens_per_step:,} on {self.world.size} ranks; "
+                f"tokens per step were {before:,} and are {self._tokens_per_step:,} on {count_ranks(self.world.size)}; "
                 "--local-batch and --accumulation set them"
             )
         return notes
@@ -360,9 +362,8 @@ class Trainer:
         return step
 
     def _conclude(self, outcome: Outcome) -> None:
-        title = (
-            f"{self.options.run_name} on {self.world.size} ranks, {self._tokens_per_step:,} tokens per step"
-        )
+        ranks = count_ranks(self.world.size)
+        title = f"{self.options.run_name} on {ranks}, {self._tokens_per_step:,} tokens per step"
         if outcome is Outcome.FINISHED:
             headline = f"finished {self.step} steps"
         elif self.recipe.checkpoint_every:

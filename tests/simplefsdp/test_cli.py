@@ -131,6 +131,14 @@ def test_sharding_factor_must_divide_the_ranks() -> None:
     assert launch.find_world_size(TrainOptions(device="cpu")) == launch.DEFAULT_CPU_RANKS
 
 
+def test_a_missing_compiler_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UsageError, match=r"no-such-compiler: install it, or use --no-compile"):
+        launch.launch([], TrainOptions(device="cpu"))
+    launch.check_cpp_compiler(TrainOptions(device="cpu", compile=False))
+    launch.check_cpp_compiler(TrainOptions(device="cpu", compile_backend="aot_eager"))
+
+
 # -- the launcher, with ranks that are a line of Python
 
 

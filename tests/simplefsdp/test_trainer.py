@@ -301,7 +301,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(start: Start) -> None:
     assert resumed.losses == pytest.approx(through.losses[3:], rel=1e-4)
     assert not any("tokens per step" in note for note in resumed.notes)
     smaller = start(1, "changing", steps=7, checkpoint_every=100, resume=True)[0]
-    assert "tokens per step were 128 and are 64 on 1 ranks" in smaller.notes[1]
+    assert "tokens per step were 128 and are 64 on 1 rank;" in smaller.notes[1]
 
 
 def test_a_damaged_newest_checkpoint_is_reported_and_passed_over(start: Start, tmp_path: Path) -> None:
@@ -368,6 +368,7 @@ def test_a_gradient_that_is_not_finite_stops_too(start: Start) -> None:
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "ranks": ({"sharding_factor": 3}, "--sharding-factor 3: must divide the 2 ranks, so one of 1, 2"),
+    "backend": ({"compile": True, "compile_backend": "magic"}, "--compile-backend magic: torch.compile has "),
     "longer than the model": ({"seq_len": 65}, "--seq-len 65: the model attends to at most 64 tokens"),
     "longer than the data": ({"data": ("short.txt",)}, "train data"),
     "empty": ({"data": ("empty.txt",)}, "data is empty"),
