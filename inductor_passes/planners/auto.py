@@ -20,6 +20,9 @@ from inductor_passes.planners.place import Placement, place
 from inductor_passes.planners.search import Search
 from inductor_passes.planners.simple import Decision
 
+LEAD_PRECISION = 16
+"""The shortest lead is found to one part in this many."""
+
 
 def decide_auto(instance: Instance, bound: LowerBound, best_simple_ns: int) -> Decision | None:
     """The best placement found, or ``None`` when it is not shorter than ``best_simple_ns``.
@@ -55,12 +58,13 @@ def _trimmed(
         return again if again is not None and again.step_ns <= placed.step_ns else None
 
     shortest, longest = 0, instance.compute_before[-1]
-    while shortest < longest:
-        middle = (shortest + longest) // 2
+    while longest - shortest > longest // LEAD_PRECISION:
+        middle = longest // 2 if shortest == 0 else (shortest + longest) // 2
         if with_lead(middle) is not None:
             longest = middle
         else:
             shortest = middle + 1
+    shortest = longest
     for lead_ns in (2 * shortest, shortest):
         trimmed = with_lead(lead_ns)
         if trimmed is not None and trimmed.peak_bytes <= placed.peak_bytes:

@@ -22,6 +22,7 @@ from inductor_passes.plan import (
 from inductor_passes.planners import PLANNER_NAMES, plan_collectives
 from inductor_passes.planners.build import Traced, build_problem, match_block
 from inductor_passes.planners.check import check_plan
+from inductor_passes.planners.describe import describe_plan
 from inductor_passes.planners.schedule import in_flight
 from tests.inductor_passes.plan_strategies import GATHER, GATHER_FP32, REDUCE, REPLICATE, TENSOR
 
@@ -273,6 +274,28 @@ class TestReasons:
             (0,): "nothing computed before it is needed",
             (1,): "compute between start and wait is shorter than it",
         }
+
+
+class TestDescribe:
+    def test_every_start_wait_and_reason_is_there(self):
+        chosen = problem(
+            [40_000_000, 5_000_000],
+            gather("a", 1, size_bytes=1 << 20, transfer_ns=50_000_000),
+            reduction("b", 1, 2, size_bytes=3 << 20, transfer_ns=2_000_000),
+        )
+        summary = (
+            "planner auto: modelled step 55.000 ms, of it exposed 10.000 ms; 0.0 % above the bound of 55.000 ms "
+            "(compute); 2 starts, 0 of them buckets of several; 3.0 MiB in flight at most"
+        )
+        assert describe_plan(chosen, plan_collectives(chosen)).splitlines() == [
+            summary,
+            "  slot     0  issue  #0  all_gather/dp/bf16  1.0 MiB  [a]",
+            "  slot     1  issue  #1  reduce_scatter/dp/fp32/avg  3.0 MiB  [b]",
+            "  slot     1  wait   #0  exposed 10.000 ms: compute between start and wait is shorter than it",
+            "  slot     2  wait   #1",
+            "  alone: a: no other collective has its key",
+            "  alone: b: no other collective has its key",
+        ]
 
 
 class TestKnobs:
