@@ -1,10 +1,11 @@
 """How plans are found: pure functions from a planning problem to a plan.
 
-Owns the entry point, :func:`plan_collectives`. A stack of small files: ``instance`` (what may share a
-bucket), ``place`` (when), ``order`` (policies for the order), ``segment``, ``exact``, ``search`` (what
-together), ``simple`` and ``auto`` (the planners), ``bound``, ``schedule``, ``explain``, ``check`` (what it
-costs, and why). None of them knows graphs or torch. Nothing iterates over a set of strings, ties break by
-number, times are integers: equal problems give byte-equal plans on every rank.
+Owns the entry point, :func:`plan_collectives`. A stack of small files, each importing only those before it:
+``keylists`` and ``instance`` (what may share a bucket), ``order`` (policies for the order), ``place`` (when),
+``segment``, ``moves`` (bucketings worth trying), ``exact``, ``search``, ``simple``, ``auto`` (the planners),
+``bound``, ``schedule``, ``explain``, ``check`` (what it costs, and why). None of them knows graphs or torch.
+Nothing iterates over a set, ties break by number, times are integers: equal problems give byte-equal plans on
+every rank.
 """
 
 from __future__ import annotations

@@ -10,11 +10,9 @@ from inductor_passes.costs.compute import Work
 from inductor_passes.costs.model import ProfileCostModel
 from inductor_passes.costs.profiles import load_profile
 from inductor_passes.costs.topology import topology_of
-from inductor_passes.plan import GroupKey, Role
-from inductor_passes.planners.build import Traced, build_problem
+from inductor_passes.plan import Collective, GroupKey, PlanningProblem, Role
 
 BF16, FP32 = 2, 4
-NODES_PER_MATMUL = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,69 +54,57 @@ def llama_problem(
     """The problem of one graph: ``tokens`` per rank, fully sharded over ``ranks``, bf16 gathers, fp32 reductions."""
     model = ProfileCostModel(load_profile(profile))
     group = topology_of(range(ranks), 8)
-    gather_key, reduce_key = (
-        GroupKey("all_gather", "fsdp", "bf16"),
-        GroupKey("reduce_scatter", "fsdp", "fp32", "avg"),
-    )
-    node_ns, collectives = [], []
-    traced = parameters(llama)
+    keys = {
+        Role.GATHER: GroupKey("all_gather", "fsdp", "bf16"),
+        Role.REDUCE: GroupKey("reduce_scatter", "fsdp", "fp32", "avg"),
+    }
+    regions, collectives = [], []
 
     def compute(rows, columns, passes):
         elements = rows * max(1, columns) // tensor_parallel
-        flops = (
-            0 if columns == 0 or (rows == llama.vocab and passes < 0) else 2 * tokens * elements * abs(passes)
-        )
-        moved = abs(passes) * BF16 * (elements + tokens * (rows + max(1, columns)) // tensor_parallel)
-        time = model.compute_ns(Work(flops, moved, "bfloat16"))
-        node_ns.extend([time // NODES_PER_MATMUL] * NODES_PER_MATMUL)
+        flops = 2 * tokens * elements * passes if columns else 0
+        moved = max(1, passes) * BF16 * (elements + tokens * (rows + max(1, columns)) // tensor_parallel)
+        regions.append(model.compute_ns(Work(flops, moved, "bfloat16")))
 
-    def add(name, block, rows, columns, role, ready):
-        elements = rows * max(1, columns) // tensor_parallel
+    def add(name, block, elements, role):
         gather = role is Role.GATHER
-        wire = elements * (BF16 if gather else FP32)
-        here = len(node_ns)
-        node_ns.extend([0, 0])
-        shard = wire // ranks
+        wire = elements // tensor_parallel * (BF16 if gather else FP32)
+        slot = len(regions)
         collectives.append(
-            Traced(
+            Collective(
                 name=name,
-                key=gather_key if gather else reduce_key,
+                key=keys[role],
                 role=role,
                 size_bytes=wire,
-                transfer_ns=model.transfer_ns("all_gather" if gather else "reduce_scatter", group, wire),
-                ready=ready,
-                issue=here,
-                wait=here + 1,
-                need=here + 2 if gather else -1,
-                copy_in_ns=model.copy_ns(shard if gather else wire),
-                copy_out_ns=model.copy_ns(wire if gather else shard),
+                transfer_ns=model.transfer_ns(keys[role].kind, group, wire),
+                earliest_issue=0 if gather else slot,
+                latest_issue=slot if gather else -1,
+                latest_wait=slot if gather else -1,
+                copy_in_ns=model.copy_ns(wire // ranks if gather else wire),
+                copy_out_ns=model.copy_ns(wire if gather else wire // ranks),
                 staging_bytes=wire,
                 block=block,
             )
         )
 
-    if not backward:
-        for name, block, rows, columns in traced:
-            add(name, block, rows, columns, Role.GATHER, 0)
-            compute(rows, columns, -1 if name == "tok_embeddings" else 1)
-    else:
-        for name, block, rows, columns in reversed(traced):
-            if name != "tok_embeddings":
-                add(name, block, rows, columns, Role.GATHER, 0)
-            compute(rows, columns, -1 if name == "tok_embeddings" else 2)
-            add(name, block, rows, columns, Role.REDUCE, len(node_ns))
+    for name, block, rows, columns in reversed(parameters(llama)) if backward else parameters(llama):
+        looked_up = name == "tok_embeddings"
+        elements = rows * max(1, columns)
+        if not (backward and looked_up):
+            add(name, block, elements, Role.GATHER)
+        compute(rows, columns, 0 if looked_up else 1 + backward)
+        if backward:
+            add(name, block, elements, Role.REDUCE)
+    last = len(regions)
     collectives = [
-        dataclasses.replace(item, need=len(node_ns)) if item.need < 0 else item for item in collectives
+        dataclasses.replace(item, latest_issue=last, latest_wait=last) if item.latest_issue < 0 else item
+        for item in collectives
     ]
-    alphas = {
-        gather_key: model.alpha_ns("all_gather", group),
-        reduce_key: model.alpha_ns("reduce_scatter", group),
-    }
-    return build_problem(
-        node_ns,
-        collectives,
-        alphas,
+    return PlanningProblem(
+        region_ns=tuple(regions),
+        collectives=tuple(collectives),
+        alpha_ns={key: model.alpha_ns(key.kind, group) for key in keys.values()},
         issue_ns=model.issue_ns(),
         kernel_ns=model.kernel_ns(),
         memory_budget_bytes=None if budget_gb is None else int(budget_gb * 10**9),
-    ).problem
+    )

@@ -20,9 +20,7 @@ from inductor_passes.plan import (
     Role,
 )
 from inductor_passes.planners import PLANNER_NAMES, plan_collectives
-from inductor_passes.planners.build import Traced, build_problem, match_block
 from inductor_passes.planners.check import check_plan
-from inductor_passes.planners.describe import describe_plan
 from inductor_passes.planners.schedule import in_flight
 from tests.inductor_passes.plan_strategies import GATHER, GATHER_FP32, REDUCE, REPLICATE, TENSOR
 
@@ -276,28 +274,6 @@ class TestReasons:
         }
 
 
-class TestDescribe:
-    def test_every_start_wait_and_reason_is_there(self):
-        chosen = problem(
-            [40_000_000, 5_000_000],
-            gather("a", 1, size_bytes=1 << 20, transfer_ns=50_000_000),
-            reduction("b", 1, 2, size_bytes=3 << 20, transfer_ns=2_000_000),
-        )
-        summary = (
-            "planner auto: modelled step 55.000 ms, of it exposed 10.000 ms; 0.0 % above the bound of 55.000 ms "
-            "(compute); 2 starts, 0 of them buckets of several; 3.0 MiB in flight at most"
-        )
-        assert describe_plan(chosen, plan_collectives(chosen)).splitlines() == [
-            summary,
-            "  slot     0  issue  #0  all_gather/dp/bf16  1.0 MiB  [a]",
-            "  slot     1  issue  #1  reduce_scatter/dp/fp32/avg  3.0 MiB  [b]",
-            "  slot     1  wait   #0  exposed 10.000 ms: compute between start and wait is shorter than it",
-            "  slot     2  wait   #1",
-            "  alone: a: no other collective has its key",
-            "  alone: b: no other collective has its key",
-        ]
-
-
 class TestKnobs:
     """Every knob changes the plan."""
 
@@ -345,76 +321,33 @@ class TestKnobs:
         assert plan.peak_in_flight_bytes <= 2 * 8
 
 
-class TestBuild:
-    def traced(self, name, issue, need, **fields):
-        values = {"key": GATHER, "role": Role.GATHER, "ready": 0, "wait": issue + 1, **fields}
-        return Traced(name, values.pop("key"), values.pop("role"), 8, 5, issue=issue, need=need, **values)
+class TestChain:
+    def test_a_reduction_of_a_reduction(self):
+        """Reduce-scatter, then all-reduce of the shard, behind 20 ns of compute and with 40 ns to hide under.
 
-    def test_windows_and_slots(self):
-        """Gather at 0-1 used at 2; gradient of node 3 reduced at 4-5; a fixed collective at 6-8."""
-        built = build_problem(
-            [0, 0, 7, 7, 0, 0, 0, 9, 0, 9],
-            [
-                self.traced("w", 0, 2),
-                self.traced("g", 4, 10, key=REDUCE, role=Role.REDUCE, ready=4),
-                self.traced("tp", 6, 9, key=TENSOR, role=Role.FIXED, ready=6, wait=8),
-            ],
-            ALPHA,
-            longest_region_ns=100,
+        As traced: 20 + 15 + 15 + 40. The first is waited for in the gap where it is done, so both hide.
+        """
+        chosen = problem(
+            [20, 20, 20],
+            reduction("rs", 1, 3),
+            reduction("ar", 1, 3, key=REPLICATE, size_bytes=0, depends_on=(0,)),
         )
-        assert built.slot_nodes == (0, 2, 4, 6, 8, 10)
-        assert built.problem.region_ns == (0, 14, 0, 9, 9)
-        w, g, tp = built.problem.collectives
-        assert (w.earliest_issue, w.latest_issue, w.latest_wait) == (0, 1, 1)
-        assert (g.earliest_issue, g.latest_issue, g.latest_wait) == (2, 5, 5)
-        assert (tp.earliest_issue, tp.latest_issue, tp.latest_wait) == (3, 3, 4)
-
-    def test_a_barrier_is_not_crossed(self):
-        """Gathers on two sides of a barrier share no bucket and stay on their sides."""
-        node_ns = [0, 0, 5, 1, 5, 0, 0, 5]
-        items = [self.traced("a", 0, 2), self.traced("b", 5, 7)]
-        free = build_problem(node_ns, items, ALPHA)
-        assert free.slot_nodes[plan_collectives(free.problem).buckets[-1].issue_slot] < 3
-        built = build_problem(node_ns, items, ALPHA, barriers=[3])
-        plan = plan_collectives(built.problem)
-        check_plan(built.problem, plan)
-        assert [bucket.members for bucket in plan.buckets] == [(0,), (1,)]
-        assert built.slot_nodes[plan.buckets[1].issue_slot] == 4
-        assert reasons(plan)[1] is AloneReason.WINDOW
-
-    def test_a_chain_moves_together(self):
-        """Reduce-scatter, then all-reduce of the shard: the first is waited for before the second starts."""
-        built = build_problem(
-            [20, 0, 0, 0, 0, 20, 20],
-            [
-                self.traced("rs", 1, 7, key=REDUCE, role=Role.REDUCE, ready=1),
-                self.traced("ar", 3, 7, key=REPLICATE, role=Role.REDUCE, ready=1, depends_on=(0,)),
-            ],
-            ALPHA,
-            longest_region_ns=20,
-        )
-        plan = plan_collectives(built.problem)
-        check_plan(built.problem, plan)
-        assert plan_collectives(built.problem, "none").step_ns == 90
+        assert plan_collectives(chosen, "none").step_ns == 90
+        plan = plan_collectives(chosen)
+        check_plan(chosen, plan)
         assert plan.step_ns == 60
-        assert [event.action for event in plan.events] == ["issue", "wait", "issue", "wait"]
+        assert [(event.slot, event.action, event.bucket) for event in plan.events] == [
+            (1, "issue", 0),
+            (2, "wait", 0),
+            (2, "issue", 1),
+            (3, "wait", 1),
+        ]
 
-    def test_long_regions_are_cut(self):
-        built = build_problem([5] * 8, [self.traced("w", 0, 8, wait=0)], ALPHA, longest_region_ns=10)
-        assert built.problem.region_ns == (10, 10, 10, 10)
-
-    def test_contradictory_positions(self):
-        with pytest.raises(ValueError, match=r"collective 0 \(w\): need 0 <= ready <= issue"):
-            build_problem([1, 1], [self.traced("w", 1, 0)], ALPHA)
-
-    def test_match_block(self):
-        modules = [("", "models.Llama"), ("layers.3", "models.Block"), ("layers.3.ffn", "models.FeedForward")]
-        assert match_block(("layers.*",), modules) == "layers.3.ffn"
-        assert match_block(("layers.?",), modules) == "layers.3"
-        assert match_block(("layers.3",), modules) == "layers.3"
-        assert match_block(("Block",), modules) == "layers.3"
-        assert match_block(("models.Block",), modules) == "layers.3"
-        assert match_block(("Bloc",), modules) is None
+    def test_a_gather_of_a_gather_shares_no_bucket_with_it(self):
+        chosen = problem([1] * 4, *(gather(f"w{n}", n, depends_on=(n - 1,) if n else ()) for n in range(4)))
+        plan = plan_collectives(chosen)
+        check_plan(chosen, plan)
+        assert all(len(bucket.members) == 1 for bucket in plan.buckets)
 
 
 def test_every_planner_on_an_empty_problem():
