@@ -24,9 +24,9 @@ import torch
 
 from inductor_passes import _compat
 from inductor_passes import graph as fxg
+from inductor_passes.emission import Emission
 from inductor_passes.plan import ISSUE, Role
 from inductor_passes.report import BUCKET_KEY, members_of
-from inductor_passes.verify import VerificationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -58,7 +58,12 @@ def apply_plan(graph: fx.Graph, program: Program, plan: Plan) -> list[fx.Node]:
         VerificationError: the graph needs a result before the plan has it.
     """
     merger = _Merger(graph)
-    emission = _Emission(graph, (*program.starts, *program.waits, *itertools.chain(*program.regions)))
+    inputs = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+    emission = Emission(
+        lambda node: node.all_input_nodes,
+        held=(*program.starts, *program.waits, *itertools.chain(*program.regions), graph.output_node()),
+        placed=inputs,
+    )
     unread: list[fx.Node] = []
     halves: list[tuple[fx.Node, list[fx.Node]]] = []
     for bucket in plan.buckets:
@@ -83,10 +88,12 @@ def apply_plan(graph: fx.Graph, program: Program, plan: Plan) -> list[fx.Node]:
         else:
             emission.release(unpacking)
             if program.problem.collectives[plan.buckets[event.bucket].members[0]].role is Role.REDUCE:
-                emission.release_readers(unpacking)
+                emission.release_readers(unpacking, lambda node: node.users)
     for region in program.regions[slot:]:
         emission.release(region)
-    emission.finish(unread)
+    rest = set(graph.nodes) - {*unread, graph.output_node()}
+    order = emission.finish(node for node in graph.nodes if node in rest)
+    _put_in_order(graph, [*order, *reversed(unread), graph.output_node()])
     return unread
 
 
@@ -127,67 +134,12 @@ def is_planned(graph: fx.Graph) -> bool:
     return all(BUCKET_KEY in start.meta for start in fxg.starts(graph) if fxg.find_tag(start) is not None)
 
 
-class _Emission:
-    """Puts the nodes of a graph in a new order, one by one.
-
-    A held node is placed when it is released. Any other node is placed just before the first node that reads it.
-    """
-
-    def __init__(self, graph: fx.Graph, held: Iterable[fx.Node]) -> None:
-        self._graph = graph
-        self._held = set(held)
-        self._order = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
-        self._placed = set(self._order)
-
-    def hold(self, nodes: Iterable[fx.Node]) -> None:
-        """Add nodes that wait for their release."""
-        self._held.update(nodes)
-
-    def release(self, nodes: Iterable[fx.Node]) -> None:
-        """Place nodes now, in this order, after whatever they read.
-
-        Raises:
-            VerificationError: one of them reads a node that is still held.
-        """
-        for node in nodes:
-            stack = [node]
-            while stack:
-                current = stack[-1]
-                missing = [source for source in current.all_input_nodes if source not in self._placed]
-                for source in missing:
-                    if source in self._held:
-                        raise VerificationError(f"{node.name} needs {source.name} before the plan has it")
-                if missing:
-                    stack += missing
-                    continue
-                stack.pop()
-                if current not in self._placed:
-                    self._placed.add(current)
-                    self._order.append(current)
-
-    def release_readers(self, nodes: Iterable[fx.Node]) -> None:
-        """Place all nodes that are not held and read nothing but placed ones, starting from these nodes' readers.
-
-        What unpacks a reduced gradient is cheap and frees the buffer it came in.
-        """
-        pending = list(nodes)[::-1]
-        while pending:
-            for user in pending.pop().users:
-                free = user not in self._held and user not in self._placed and user.op == "call_function"
-                if free and all(source in self._placed for source in user.all_input_nodes):
-                    self.release([user])
-                    pending.append(user)
-
-    def finish(self, unread: Sequence[fx.Node]) -> None:
-        """Place what nobody asked for, and put the graph's nodes in the new order."""
-        last = set(unread)
-        rest = [node for node in self._graph.nodes if node.op != "output" and node not in last]
-        self.release(node for node in rest if node not in self._placed)
-        previous = self._order[0]
-        for node in (*self._order[1:], *reversed(unread), self._graph.output_node()):
-            if previous.next is not node:
-                previous.append(node)
-            previous = node
+def _put_in_order(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
+    previous: fx.Node | None = None
+    for node in order:
+        if previous is not None and previous.next is not node:
+            previous.append(node)
+        previous = node
 
 
 class _Merger:
