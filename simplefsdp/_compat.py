@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "StridedShard",
@@ -31,7 +31,9 @@ __all__ = [
     "reduce_scatter",
     "root_mesh",
     "split_mesh_dim",
+    "storage_id",
     "strided_shard",
+    "tree_leaves",
     "tree_map_only",
     "version",
 ]
@@ -63,6 +65,13 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor (typed as its base: parameters are) itself: no autograd, no fresh view."""
     assert isinstance(tensor, DTensor)
     return tensor._local_tensor
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """The same number for tensors that share memory; a number of its own for a tensor without storage."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    return id(tensor) if is_traceable_wrapper_subclass(tensor) else tensor.untyped_storage()._cdata
 
 
 def version(tensor: DTensor) -> tuple[int, int]:

@@ -220,25 +220,21 @@ def _check_no_stale_references(
     module: nn.Module, slots: dict[int, tuple[nn.Parameter, nn.Parameter, Slot]]
 ) -> None:
     """Refuse modules that keep a parameter in a second place, where it would stay unsharded and untrained."""
+    stored = {_compat.storage_id(param): slot.fqn for param, _, slot in slots.values()}
     for prefix, owner in module.named_modules():
-        for attribute, value in vars(owner).items():
+        for attribute, value in (*vars(owner).items(), *owner._buffers.items()):
             if attribute in ("_parameters", "_buffers", "_modules"):
                 continue
             if attribute == "_flat_weights" and isinstance(owner, nn.RNNBase):
                 continue  # `install` replaces it
-            items: Iterable[Any] = (value,)
-            if isinstance(value, dict):
-                items = value.values()
-            elif isinstance(value, list | tuple | set):
-                items = value
-            for item in items:
-                if isinstance(item, torch.Tensor) and id(item) in slots:
-                    fqn = slots[id(item)][2].fqn
+            for item in _compat.tree_leaves(list(value) if isinstance(value, set) else value):
+                fqn = stored.get(_compat.storage_id(item)) if isinstance(item, torch.Tensor) else None
+                if fqn is not None:
                     where = f"{prefix}.{attribute}" if prefix else attribute
                     raise ValueError(
-                        f"attribute '{where}' holds parameter '{fqn}' outside of the module's parameters; sharding "
-                        "would leave the unsharded original there. Use nn.ParameterList or nn.ParameterDict, read the "
-                        "parameter by its name, or list it in ignored_params"
+                        f"attribute '{where}' holds memory of parameter '{fqn}' outside of the module's parameters; "
+                        "sharding would leave the unsharded original there. Use nn.ParameterList or nn.ParameterDict, "
+                        "read the parameter by its name, or list it in ignored_params"
                     )
 
 

@@ -30,7 +30,7 @@ from .mesh import DataParallelMesh
 from .placement import ShardSpec, to_sharded
 from .policy import GradientSync
 from .trail import Trail
-from .unshard import unshard
+from .unshard import traced_unshard, unshard
 
 __all__ = ["ShardedModule", "Slot", "WrapState", "is_wrapped", "slots_of", "wrapped_class"]
 
@@ -45,6 +45,7 @@ class Slot:
         spec: how to unshard it.
         mesh, placements: of the stored DTensor.
         shard_rank: this rank's position in the shard group.
+        traced: the unshard as torch.compile sees it.
         accumulator: a leaf that collects gradients while they are not fully reduced, or None. It has the gradient's
             shape and no memory of its own (stride 0); its `.grad` is the memory.
         stage: how far gradients in the accumulator are reduced.
@@ -65,6 +66,7 @@ class Slot:
     ) -> None:
         self.spec, self.mesh, self.placements, self.shard_rank = spec, mesh, placements, shard_rank
         self.owner, self.fqn, self.wrap = owner, fqn, wrap
+        self.traced = traced_unshard(spec)
         self.accumulator: torch.Tensor | None = None
         self.stage = GradientSync.FULL
 
@@ -83,7 +85,10 @@ class Slot:
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "accumulator": None, "stage": GradientSync.FULL}
+        return {**self.__dict__, "traced": None, "accumulator": None, "stage": GradientSync.FULL}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, traced=traced_unshard(state["spec"]))
 
     def shard_full(self, full: torch.Tensor, device: torch.device | None = None) -> DTensor:
         """The stored form of an unsharded tensor."""
@@ -306,7 +311,7 @@ def _read(module: nn.Module, name: str) -> Any:
         if wrap.accumulating and param.requires_grad:
             accumulator, sync = slot.accumulator, slot.stage
             shard = shard.detach()
-        full = unshard(shard, accumulator, spec, sync)
+        full = unshard(shard, accumulator, spec, sync, slot.traced)
     if not compiling:
         if spec.reshard_after_forward:
             whole = _compat.local_tensor(full) if isinstance(full, DTensor) else full

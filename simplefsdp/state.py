@@ -7,6 +7,7 @@ a collective, and `torch.distributed.checkpoint` saves, loads and reshards those
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,14 +19,22 @@ from torch.distributed.tensor import DTensor
 
 from . import _compat
 from .parametrize import Slot, module_state, slots_of
+from .unshard import gather
 
 __all__ = ["full_parameters", "full_state_dict", "load_full_state_dict", "shard_incoming_state"]
 
 
-def full_tensor(param: DTensor) -> torch.Tensor:
-    """The whole tensor on every rank, in its storage dtype, detached; a collective."""
+def full_tensor(param: DTensor, slot: Slot | None = None) -> torch.Tensor:
+    """The whole tensor on every rank, in its storage dtype, detached; a collective.
+
+    With the parameter's slot, any dtype works; DTensor alone sends only what the backend knows.
+    """
     with torch.no_grad():
-        full: torch.Tensor = param.full_tensor()
+        if slot is not None and slot.spec.tensor_parallel is None:
+            spec = dataclasses.replace(slot.spec, compute_dtype=slot.spec.storage_dtype)
+            full = gather(_compat.local_tensor(param), spec)
+        else:
+            full = param.full_tensor()
     # A tensor that is whole everywhere comes back as its own storage.
     return full.clone() if full.data_ptr() == _compat.local_tensor(param).data_ptr() else full
 
@@ -46,13 +55,14 @@ def full_state_dict(
     """
     keep = not rank0_only or dist.get_rank() == 0
     out: dict[str, Any] = {}
+    slots = {id(owner._parameters[name]): slot for owner, name, slot in slots_of(module)}
     seen: dict[int, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         key = id(value)
         if key not in seen:
             whole = value
             if isinstance(value, DTensor):
-                whole = full_tensor(value)
+                whole = full_tensor(value, slots.get(key))
             elif isinstance(value, torch.Tensor):
                 whole = value.detach()
             seen[key] = (
@@ -119,7 +129,7 @@ def full_parameters(module: nn.Module, *, writeback: bool = True) -> Iterator[No
         if param is None or not isinstance(param, DTensor):
             continue
         if id(param) not in whole:
-            whole[id(param)] = nn.Parameter(full_tensor(param), requires_grad=False)
+            whole[id(param)] = nn.Parameter(full_tensor(param, slot), requires_grad=False)
         before.append((owner, name, param, slot))
     for owner, name, param, _ in before:
         owner._parameters[name] = whole[id(param)]
