@@ -25,6 +25,7 @@ from inductor_passes import graph as fxg
 from inductor_passes.config import class_name_of
 from inductor_passes.costs.topology import GroupTopology, topology_of
 from inductor_passes.plan import Collective, GroupKey, PlanningProblem, Role
+from inductor_passes.windows import Walk, Window
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -72,9 +73,8 @@ def read_program(
     """
     starts = [node for node in fxg.starts(graph) if fxg.find_wait(node) is not None]
     roles = {start: role_of(start) for start in starts}
-    walk = _Walk(starts, roles, find_floating(graph, roles))
-    for node in graph.nodes:
-        walk.visit(node)
+    walk = _walk(graph, starts, roles)
+    regions = walk.regions()
     labels = group_labels(starts)
     topologies = group_topologies(starts, ranks_per_node)
     nominal = work.nominal_size(graph)
@@ -84,7 +84,7 @@ def read_program(
         topology = topologies[key.group]
         collectives.append(_collective(start, key, window, cost, topology, nominal, blocks))
     problem = PlanningProblem(
-        region_ns=tuple(sum(map(cost.compute_ns, work.kernels(nodes, nominal))) for nodes in walk.regions),
+        region_ns=tuple(sum(map(cost.compute_ns, work.kernels(nodes, nominal))) for nodes in regions),
         collectives=tuple(collectives),
         alpha_ns={
             key: cost.alpha_ns(key.kind, topologies[key.group])
@@ -95,7 +95,7 @@ def read_program(
         memory_budget_bytes=memory_budget_bytes,
     )
     waits = tuple(wait for wait in map(fxg.find_wait, starts) if wait is not None)
-    return Program(tuple(map(tuple, walk.regions)), tuple(starts), waits, problem)
+    return Program(regions, tuple(starts), waits, problem)
 
 
 def _planning_key(start: fx.Node, number: int, labels: dict[str, str]) -> GroupKey:
@@ -158,101 +158,28 @@ def _is_service(node: fx.Node) -> bool:
     return fxg.is_view(node) or fxg.find_tag(node) is not None
 
 
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """The slots a collective may use, and the collectives whose results it needs."""
-
-    earliest_issue: int
-    latest_issue: int
-    latest_wait: int
-    depends_on: tuple[int, ...]
-
-
-class _Walk:
-    """One pass over a graph in order: cuts regions and notes where each collective may start and must end."""
-
-    def __init__(self, starts: Sequence[fx.Node], roles: dict[fx.Node, Role], floating: set[fx.Node]) -> None:
-        self.regions: list[list[fx.Node]] = []
-        self._open: list[fx.Node] = []
-        self._barriers: list[int] = []  # regions that are a barrier
-        self._number = {start: number for number, start in enumerate(starts)}
-        self._fixed = [roles[start] is Role.FIXED for start in starts]
-        self._floating = floating
-        # Of each node so far: the first slot where it may exist, and the collectives whose results it carries
-        # to whoever reads it.
-        self._ready: dict[fx.Node, int] = {}
-        self._carried: dict[fx.Node, frozenset[int]] = {}
-        # Of each collective so far.
-        self._earliest: list[int] = []
-        self._depends: list[frozenset[int]] = []
-        self._barriers_before: list[int] = []
-        self._traced_wait: dict[int, int] = {}
-        self._first_use: dict[int, int] = {}
-
-    def visit(self, node: fx.Node) -> None:
-        """Take the next node of the graph."""
-        ready = max((self._ready[source] for source in node.all_input_nodes), default=0)
-        carried = frozenset[int]().union(*(self._carried[source] for source in node.all_input_nodes))
-        if node in self._number:
-            self._visit_start(self._number[node], ready, carried)
-        elif fxg.is_wait(node) and node.all_input_nodes[0] in self._number:
-            number = self._number[node.all_input_nodes[0]]
-            ready, carried = self._visit_wait(number), frozenset({number})
-        elif node.op == "output":
-            self._close()
-        elif node.op == "call_function" and node not in self._floating:
-            ready, carried = self._visit_anchored(node, carried), frozenset()
-        self._ready[node], self._carried[node] = ready, carried
-
-    def _close(self) -> int:
-        """End the open region; the number of the slot after it."""
-        if self._open:
-            self.regions.append(self._open)
-            self._open = []
-        return len(self.regions)
-
-    def _visit_start(self, number: int, ready: int, carried: frozenset[int]) -> None:
-        after_barrier = self._barriers[-1] + 1 if self._barriers else 0
-        self._earliest.append(self._close() if self._fixed[number] else max(ready, after_barrier))
-        self._depends.append(carried)
-        self._barriers_before.append(len(self._barriers))
-
-    def _visit_wait(self, number: int) -> int:
-        if not self._fixed[number]:
-            return self._earliest[number]
-        self._traced_wait[number] = self._close()
-        return self._traced_wait[number]
-
-    def _visit_anchored(self, node: fx.Node, carried: frozenset[int]) -> int:
-        # A start or wait without its other half is something the passes do not understand.
-        barrier = fxg.is_barrier(node) or fxg.is_start(node) or fxg.is_wait(node)
-        first_used = [number for number in carried if number not in self._first_use]
-        if barrier or first_used or fxg.is_heavy(node):
-            self._close()
-        for number in first_used:
-            self._first_use[number] = len(self.regions)
-        if barrier:
-            self._barriers.append(len(self.regions))
-        self._open.append(node)
-        feeds_start = any(user in self._floating or user in self._number for user in node.users)
-        return self._close() if barrier or feeds_start else len(self.regions) + 1
-
-    def windows(self) -> list[Window]:
-        """The window of every collective, once all nodes were visited."""
-        last = len(self.regions)
-        latest = [last] * len(self._earliest)
-        windows: list[Window] = []
-        for number in reversed(range(len(latest))):
-            if self._fixed[number]:
-                issue, wait = self._earliest[number], self._traced_wait[number]
-            else:
-                next_barrier = self._barriers[self._barriers_before[number] :][:1]
-                issue = wait = min([latest[number], self._first_use.get(number, last), *next_barrier])
-            for other in self._depends[number]:
-                latest[other] = min(latest[other], issue)
-            depends_on = tuple(sorted(self._depends[number]))
-            windows.append(Window(self._earliest[number], issue, wait, depends_on))
-        return windows[::-1]
+def _walk(graph: fx.Graph, starts: Sequence[fx.Node], roles: dict[fx.Node, Role]) -> Walk[fx.Node]:
+    number_of = {start: number for number, start in enumerate(starts)}
+    floating = find_floating(graph, roles)
+    walk: Walk[fx.Node] = Walk([roles[start] is Role.FIXED for start in starts])
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node in number_of:
+            walk.start(node, inputs)
+        elif fxg.is_wait(node) and inputs[0] in number_of:
+            walk.wait(node, number_of[inputs[0]])
+        elif node in floating or node.op != "call_function":
+            walk.floating(node, inputs)
+        else:
+            walk.anchored(
+                node,
+                inputs,
+                cut_before=fxg.is_heavy(node),
+                cut_after=any(user in floating or user in number_of for user in node.users),
+                # A start or wait without its other half is something the passes do not understand.
+                barrier=fxg.is_barrier(node) or fxg.is_start(node) or fxg.is_wait(node),
+            )
+    return walk
 
 
 def group_labels(starts: Iterable[fx.Node]) -> dict[str, str]:
