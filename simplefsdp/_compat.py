@@ -5,6 +5,7 @@ Nothing else in the package may import a private torch name. Checked on torch 2.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 
 import torch
@@ -43,9 +44,18 @@ __all__ = [
 # Python wrappers return an AsyncCollectiveTensor in eager mode and pad or chunk for dim != 0, which we do ourselves.
 
 
+# torch 2.13, gloo: a worker thread lets go of a gather's input some time after `wait_tensor` returns. When Python drops
+# the tensor at that same moment, the heap is corrupted ("malloc(): unaligned tcache chunk detected"; a loop of gathers of
+# temporary tensors shows it within seconds). So the last few inputs are kept alive: views of shards, or their casts.
+# Delete when gloo releases its tensors before it reports completion.
+_recent_gather_inputs: collections.deque[torch.Tensor] = collections.deque(maxlen=16)
+
+
 def all_gather(tensor: torch.Tensor, group_name: str, group_size: int) -> torch.Tensor:
     """Gather `tensor` of shape (n, ...) from every rank of the group into (group_size * n, ...)."""
     ops = torch.ops._c10d_functional
+    if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
+        _recent_gather_inputs.append(tensor)
     return ops.wait_tensor(ops.all_gather_into_tensor(tensor, group_size, group_name))
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from simplefsdp import (
     MixedPrecisionPolicy,
     _compat,
+    full_parameters,
     parametrize,
     sharded_parameters,
     simple_fsdp,
@@ -346,6 +347,10 @@ def _read(rank: int, world: int) -> None:
         assert seen.requires_grad == (value.is_floating_point() or value.is_complex())
         assert isinstance(getattr(model, name), DTensor), "outside of a forward the shards show"
         assert getattr(model, name) is model._parameters[name]
+    with full_parameters(model):
+        for name, value in values.items():
+            assert torch.equal(getattr(model, name).to(torch.complex128), value.to(torch.complex128)), name
+            assert not isinstance(getattr(model, name), DTensor)
 
 
 def test_forward_reads_whole_tensors_of_every_dtype(workers):

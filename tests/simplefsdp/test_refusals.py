@@ -108,6 +108,7 @@ def fails(_: nn.Parameter) -> Shard:
     raise KeyError("the user's own mistake")
 
 
+HELD = r"attribute 'last\.cache' holds memory of parameter 'last\.weight'"
 REFUSALS = {
     "lazy": Refusal(lambda: nn.LazyLinear(3), ValueError, r"'last\.weight' is not initialised yet"),
     "sparse": Refusal(
@@ -142,12 +143,13 @@ REFUSALS = {
     "held in a tuple": Refusal(
         lambda: HeldTwice(lambda w: (w, 1)),
         ValueError,
-        r"attribute 'last\.cache' holds parameter 'last\.weight' outside .*nn\.ParameterList or nn\.ParameterDict",
+        r"'last\.cache' holds memory of parameter 'last\.weight' outside .*nn\.ParameterList or nn\.ParameterDict",
     ),
-    "held in a list": Refusal(lambda: HeldTwice(lambda w: [w]), ValueError, r"attribute 'last\.cache' holds"),
-    "held in a dict": Refusal(
-        lambda: HeldTwice(lambda w: {"w": w}), ValueError, r"attribute 'last\.cache' holds"
-    ),
+    "held in a set": Refusal(lambda: HeldTwice(lambda w: {w}), ValueError, HELD),
+    "held deeply": Refusal(lambda: HeldTwice(lambda w: {"all": [(w,)]}), ValueError, HELD),
+    "held as its data": Refusal(lambda: HeldTwice(lambda w: w.data), ValueError, HELD),
+    "held as a view": Refusal(lambda: HeldTwice(lambda w: w[1:].unsqueeze(0)), ValueError, HELD),
+    "held as a buffer": Refusal(lambda: HeldTwice(lambda w: nn.Buffer(w.detach())), ValueError, HELD),
     "script": Refusal(
         lambda: torch.jit.script(nn.Linear(2, 2)), TypeError, r"module 'last' is a torch\.jit\.ScriptModule"
     ),
@@ -219,7 +221,7 @@ def test_a_refused_call_changes_nothing(name):
 
 def test_what_is_refused_works_once_it_is_ignored():
     with fake_process_group(0, 4):
-        for name in ("max_norm", "gradient", "hook", "property", "held in a list", "sparse"):
+        for name in ("max_norm", "gradient", "hook", "property", "held deeply", "sparse"):
             model = Last(REFUSALS[name].module())
             simple_fsdp(model, ignored_params=list(model.last.parameters()))
             assert isinstance(model.first.weight, DTensor)
