@@ -45,9 +45,9 @@ __all__ = [
 
 
 # torch 2.13, gloo: a worker thread lets go of a gather's input some time after `wait_tensor` returns. When Python drops
-# the tensor at that same moment, the heap is corrupted ("malloc(): unaligned tcache chunk detected"; a loop of gathers of
-# temporary tensors shows it within seconds). So the last few inputs are kept alive: views of shards, or their casts.
-# Delete when gloo releases its tensors before it reports completion.
+# the tensor at that same moment, the heap is corrupted ("malloc(): unaligned tcache chunk detected"; a loop of gathers
+# of temporary tensors shows it within seconds). So the last few inputs are kept alive: views of shards, or their
+# casts. Delete when gloo releases its tensors before it reports completion.
 _recent_gather_inputs: collections.deque[torch.Tensor] = collections.deque(maxlen=16)
 
 
