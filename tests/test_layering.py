@@ -35,7 +35,8 @@ STACKS = {
         costs/fit costs/measure costs/calibrate costs/agree costs/__init__
         timeline
         planners/build planners/keylists planners/instance planners/schedule planners/check planners/order
-        planners/segment planners/bound planners/place planners/simple planners/exact planners/moves planners/search planners/auto
+        planners/segment planners/bound planners/place planners/simple planners/exact planners/moves
+        planners/search planners/auto
         planners/explain planners/__init__
         windows work report verify emission program reshard bucket inorder reorder
         setups hooks install debug __init__
