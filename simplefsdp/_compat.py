@@ -5,7 +5,7 @@ Nothing else in the package may import a private torch name. Checked on torch 2.
 
 from __future__ import annotations
 
-import collections
+import functools
 from collections.abc import Callable
 
 import torch
@@ -30,6 +30,7 @@ __all__ = [
     "local_tensor",
     "queue_backward_callback",
     "reduce_scatter",
+    "replace_cpu_gather",
     "root_mesh",
     "split_mesh_dim",
     "storage_id",
@@ -44,19 +45,30 @@ __all__ = [
 # Python wrappers return an AsyncCollectiveTensor in eager mode and pad or chunk for dim != 0, which we do ourselves.
 
 
-# torch 2.13, gloo: a worker thread lets go of a gather's input some time after `wait_tensor` returns. When Python drops
-# the tensor at that same moment, the heap is corrupted ("malloc(): unaligned tcache chunk detected"; a loop of gathers
-# of temporary tensors shows it within seconds). So the last few inputs are kept alive: views of shards, or their
-# casts. Delete when gloo releases its tensors before it reports completion.
-_recent_gather_inputs: collections.deque[torch.Tensor] = collections.deque(maxlen=16)
-
-
 def all_gather(tensor: torch.Tensor, group_name: str, group_size: int) -> torch.Tensor:
     """Gather `tensor` of shape (n, ...) from every rank of the group into (group_size * n, ...)."""
     ops = torch.ops._c10d_functional
-    if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
-        _recent_gather_inputs.append(tensor)
     return ops.wait_tensor(ops.all_gather_into_tensor(tensor, group_size, group_name))
+
+
+@functools.cache
+def replace_cpu_gather() -> torch.library.Library:
+    """Run `all_gather_into_tensor` of CPU tensors, compiled or not, through its out-variant, for the whole process.
+
+    torch runs the functional gather as a coalesced one. gloo's coalesced gather corrupts the heap when several are in
+    flight and their outputs are freed ("malloc(): unaligned tcache chunk detected", or a segmentation fault, within
+    seconds of a loop of 8 gathers of 64 elements and 8 waits; torch 2.13). Its plain gather, which the out-variant
+    runs, does not. The values are the same. Delete when `tests/simplefsdp/test_compat.py` passes without it.
+    """
+    ops = torch.ops._c10d_functional
+
+    def gather(tensor: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
+        out = tensor.new_empty((group_size * tensor.shape[0], *tensor.shape[1:]))
+        return ops.all_gather_into_tensor_out(tensor, group_size, group_name, out=out)
+
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("all_gather_into_tensor", gather, "CPU")
+    return library
 
 
 def reduce_scatter(tensor: torch.Tensor, op: str, group_name: str, group_size: int) -> torch.Tensor:

@@ -97,6 +97,8 @@ def simple_fsdp(
         plans.append((owner, state, {name: sharded for name, (_, sharded, _) in mine.items()}))
     _check_no_stale_references(module, slots)
 
+    if dp.mesh.device_type == "cpu":
+        _compat.replace_cpu_gather()
     wrap.passes_key = inductor_passes.install(passes, [dp.mesh.get_group(dim) for dim in range(dp.mesh.ndim)])
     wrap.slots = tuple(slot for _, _, slot in slots.values())
     for original, sharded, slot in slots.values():
