@@ -38,10 +38,10 @@ from inductor_passes.planners.moves import (
 from inductor_passes.planners.order import Lead, not_before, order_by_slot
 from inductor_passes.planners.place import Placement, place
 
-WORK = 700_000
-"""Collectives plus slots placed in one search: a few seconds of Python on one core."""
+WORK = 350_000
+"""Collectives plus slots placed in one search: about two seconds of Python on one core."""
 
-LEAST_PLACEMENTS, MOST_PLACEMENTS = 150, 1500
+LEAST_PLACEMENTS, MOST_PLACEMENTS = 100, 1500
 
 SHARES_PER_MILLE = (1000, 500, 700, 350, 250)
 """Parts of the memory budget that gathers may fill when there are reductions too."""

@@ -313,12 +313,27 @@ class TestKnobs:
         plan = plan_collectives(problem([8] * 6, *self.ITEMS), "block")
         assert [(bucket.issue_slot, bucket.wait_slot) for bucket in plan.buckets] == [(0, 0), (0, 3)]
 
-    def test_no_more_prefetch_than_needed(self):
-        """Twenty hidden gathers: the plan holds far less than starting all of them at once would."""
-        items = [gather(f"w{n}", n) for n in range(20)]
-        plan = plan_collectives(problem([100] * 20, *items))
+    @pytest.mark.parametrize("count", [6, 20])
+    def test_no_more_prefetch_than_needed(self, count):
+        """Hidden gathers, enumerated and searched: far less is held than when all of them start at once."""
+        plan = plan_collectives(problem([100] * count, *(gather(f"w{n}", n) for n in range(count))))
         assert plan.step_ns == plan.lower_bound.time_ns
         assert plan.peak_in_flight_bytes <= 2 * 8
+
+    def test_greedy_reductions(self):
+        """A bucket of two takes 20: it fits under 20 between its gradients, not under 19, and not under 21 when a
+        gather of 15 on the same group is used meanwhile."""
+        grads = [reduction(f"g{n}", n + 1, 6) for n in range(4)]
+        plan = plan_collectives(problem([20] * 6, *grads), "greedy")
+        assert [bucket.members for bucket in plan.buckets] == [(0, 1, 2, 3)]
+        plan = plan_collectives(problem([20, 19, 5, 5, 5, 5], *grads), "greedy")
+        assert [bucket.members for bucket in plan.buckets] == [(0,), (1,), (2,), (3,)]
+        busy = [gather("w", 2, transfer_ns=15, earliest_issue=2), *grads]
+        plan = plan_collectives(problem([20, 21, 1, 1, 1, 1], *busy), "greedy")
+        assert [bucket.members for bucket in plan.buckets if 1 in bucket.members] == [(1, 2)]
+        busy[0] = gather("w", 1, transfer_ns=15, earliest_issue=1)
+        plan = plan_collectives(problem([20, 21, 1, 1, 1, 1], *busy), "greedy")
+        assert [bucket.members for bucket in plan.buckets if 1 in bucket.members] == [(1,)]
 
 
 class TestChain:
