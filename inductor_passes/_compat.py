@@ -8,6 +8,7 @@ unless a note says otherwise; nothing of TorchInductor is imported before a func
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ __all__ = [
     "CheckpointPolicy",
     "CustomGraphPass",
     "PassChain",
+    "SchedulerSettings",
     "aot_autograd_backend",
     "evaluate",
     "fake_result",
@@ -36,12 +38,21 @@ __all__ = [
     "hook_passes",
     "hook_value",
     "inductor_config",
+    "is_collective_kernel",
+    "is_opaque_kernel",
     "is_tangent",
+    "is_wait_kernel",
+    "lowered_graph",
     "min_cut_partition",
+    "origins",
+    "peak_bytes",
+    "read_buffers",
     "rename",
     "set_hook_passes",
     "size_hint",
+    "stock_overlap",
     "trace_structured",
+    "written_buffers",
 ]
 
 # Operators that fx keeps alive as "impure" but that only check or annotate: moving a collective across them
@@ -224,3 +235,125 @@ def fake_result(node: fx.Node) -> Any:
 def rename(node: fx.Node, name: str) -> None:
     """Give a node a name, made unique within its graph by a numeric suffix."""
     node._rename(name)
+
+
+# Scheduler nodes: TorchInductor's fused kernels, extern calls and collectives, after lowering.
+
+
+def is_collective_kernel(snode: Any) -> bool:
+    """Whether a scheduler node starts a collective of any kind."""
+    from torch._inductor import ir
+
+    return isinstance(snode.node, ir._CollectiveKernel) and not is_wait_kernel(snode)
+
+
+def is_wait_kernel(snode: Any) -> bool:
+    """Whether a scheduler node waits for a collective."""
+    from torch._inductor import ir
+
+    return isinstance(snode.node, ir._WaitKernel)
+
+
+def is_opaque_kernel(snode: Any) -> bool:
+    """Whether a scheduler node calls a library or a template rather than code generated for light operators."""
+    return bool(snode.is_extern() or snode.is_template())
+
+
+def origins(snode: Any) -> list[fx.Node]:
+    """The graph nodes a scheduler node came from, each once."""
+    parts = [part.node for part in snode.get_nodes() if part.node is not None]
+    return list(dict.fromkeys(origin for part in parts for origin in part.get_origins()))
+
+
+def written_buffers(snode: Any) -> list[str]:
+    """Names of the buffers a scheduler node writes."""
+    return [buffer.get_name() for buffer in snode.get_outputs()]
+
+
+def read_buffers(snode: Any) -> list[str]:
+    """Names of the buffers that must be written before a scheduler node runs, for data or for order alone."""
+    return [dependency.name for dependency in snode.unmet_dependencies]
+
+
+def lowered_graph() -> fx.Graph:
+    """The graph that TorchInductor is compiling at this moment."""
+    from torch._inductor.virtualized import V
+
+    module: Any = V.graph.module
+    graph: fx.Graph = module.graph
+    return graph
+
+
+def peak_bytes(snodes: list[Any]) -> int | None:
+    """Peak of live bytes when scheduler nodes run in this order; None where torch cannot say.
+
+    `torch._inductor.memory` is not a public interface; its estimate is a check here, and no plan depends on it.
+    """
+    from torch._inductor.virtualized import V
+    from torch.utils._ordered_set import OrderedSet
+
+    try:
+        from torch._inductor.memory import prepare_planning_info
+
+        scheduler = snodes[0].scheduler
+        peak, _ = prepare_planning_info(
+            snodes,
+            scheduler.name_to_buf,
+            scheduler.name_to_fused_node,
+            OrderedSet(V.graph.graph_inputs.keys()),
+            OrderedSet(V.graph.get_output_names()),
+        )
+    except (ImportError, AttributeError, TypeError):
+        return None
+    return int(peak)
+
+
+_OVERLAP_FLAG = "reorder_for_compute_comm_overlap"
+_OVERLAP_PASSES = "reorder_for_compute_comm_overlap_passes"
+# Since torch 2.14 a stock pass moves collectives after all custom passes.
+_STOCK_OVERLAP = "enable_simple_overlap"
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerSettings:
+    """TorchInductor's settings for passes over scheduler nodes.
+
+    Args:
+        enabled: whether it runs such passes.
+        passes: the passes, in order.
+        stock_overlap: whether the stock overlap pass runs after them; None where torch has none.
+    """
+
+    enabled: bool
+    passes: tuple[Any, ...]
+    stock_overlap: bool | None
+
+    @classmethod
+    def current(cls) -> SchedulerSettings:
+        """The settings in force."""
+        config = inductor_config()
+        stock = getattr(config.aten_distributed_optimizations, _STOCK_OVERLAP, None)
+        return cls(getattr(config, _OVERLAP_FLAG), tuple(getattr(config, _OVERLAP_PASSES)), stock)
+
+    def options(self) -> dict[str, Any]:
+        """The settings as options of `torch.compile`."""
+        values: dict[str, Any] = {_OVERLAP_FLAG: self.enabled, _OVERLAP_PASSES: list(self.passes)}
+        if self.stock_overlap is not None:
+            values[f"aten_distributed_optimizations.{_STOCK_OVERLAP}"] = self.stock_overlap
+        return values
+
+    def apply(self) -> None:
+        """Put the settings in force."""
+        config = inductor_config()
+        setattr(config, _OVERLAP_FLAG, self.enabled)
+        setattr(config, _OVERLAP_PASSES, list(self.passes))
+        if self.stock_overlap is not None:
+            setattr(config.aten_distributed_optimizations, _STOCK_OVERLAP, self.stock_overlap)
+
+
+def stock_overlap(snodes: list[Any]) -> list[Any]:
+    """TorchInductor's own overlap pass, in torch 2.14 and later."""
+    from torch._inductor import comms
+
+    result: list[Any] = comms.simple_overlap(snodes)  # type: ignore[attr-defined]
+    return result

@@ -55,7 +55,7 @@ class Emission(Generic[Node]):
                     if source in self._held:
                         raise VerificationError(f"{node} needs {source} before the plan has it")
                 if missing and current not in self._placed:
-                    stack += missing
+                    stack += reversed(missing)
                     continue
                 stack.pop()
                 if current not in self._placed:

@@ -279,6 +279,11 @@ def is_view(node: fx.Node) -> bool:
     return aliased or operator_name(node) in _UNSAFE_VIEWS
 
 
+def is_copy(node: fx.Node) -> bool:
+    """Whether the node copies a tensor without a change of values."""
+    return operator_name(node) == "aten::clone"
+
+
 def is_heavy(node: fx.Node) -> bool:
     """Whether the node is a matrix product, convolution or attention: the work that hides communication."""
     return node.op == "call_function" and _compat.find_flop_formula(node.target) is not None

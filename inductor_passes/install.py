@@ -12,9 +12,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from inductor_passes import _compat
+from inductor_passes._compat import SchedulerSettings
 from inductor_passes.config import PassConfig
 from inductor_passes.costs.agree import agree_on_profile
-from inductor_passes.hooks import GraphHook, JointHook, PostGradHook, Setup
+from inductor_passes.hooks import GraphHook, Hook, JointHook, PostGradHook, ReorderHook
+from inductor_passes.setups import Setup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -50,6 +52,7 @@ def install(config: PassConfig | None = None, groups: Sequence[ProcessGroup] | N
         previous = passes[position].setups if position < len(passes) else ()
         setups = (*(item for item in previous if item != setup), setup)
         _compat.set_hook_passes(cls.hook, [*passes[:position], cls(setups), *passes[position + 1 :]])
+    _scheduler_settings(SchedulerSettings.current(), setup).apply()
     return setup.key
 
 
@@ -62,6 +65,11 @@ def uninstall() -> None:
             item.active = False  # someone else's wrapper may still hold it
         if ours:
             _compat.set_hook_passes(cls.hook, [item for item in passes if not isinstance(item, cls)])
+    settings = SchedulerSettings.current()
+    for item in settings.passes:
+        if isinstance(item, ReorderHook):
+            item.active = False
+    _without_ours(settings).apply()
 
 
 def options(config: PassConfig | None = None) -> dict[str, Any]:
@@ -79,7 +87,8 @@ def options(config: PassConfig | None = None) -> dict[str, Any]:
         ValueError: the hardware profile cannot be read.
     """
     setup = make_setup(config)
-    return {
+    scheduler = _scheduler_settings(_without_ours(SchedulerSettings.current()), setup, pinned=True)
+    return scheduler.options() | {
         cls.hook: _compat.hook_value(
             [
                 *(item for item in _compat.hook_passes(cls.hook) if not isinstance(item, cls)),
@@ -98,7 +107,37 @@ def make_setup(config: PassConfig | None = None, groups: Sequence[ProcessGroup] 
     return Setup(config, agree_on_profile(config.profile, groups))
 
 
-def installed() -> Iterator[GraphHook]:
+def installed() -> Iterator[Hook]:
     """The pass objects registered with TorchInductor in this thread, with the records of what they did."""
     for cls in _HOOKS:
         yield from (item for item in _compat.hook_passes(cls.hook) if isinstance(item, cls))
+    yield from (item for item in SchedulerSettings.current().passes if isinstance(item, ReorderHook))
+
+
+def _scheduler_settings(current: SchedulerSettings, setup: Setup, pinned: bool = False) -> SchedulerSettings:
+    """Settings under which the reorder pass runs too, after the passes that run already.
+
+    Passes that are listed but not enabled stay off. The stock overlap pass would undo the order; for graphs that are
+    not ours `ReorderHook` runs it.
+    """
+    ours = next((item for item in current.passes if isinstance(item, ReorderHook)), None)
+    if ours is None and not setup.config.reorder:
+        return current
+    previous = current if ours is None else ours.previous
+    setups = (*(item for item in (ours.setups if ours else ()) if item != setup), setup)
+    hook = ReorderHook(setups, pinned, previous)
+    if ours is None:
+        passes = (*(current.passes if current.enabled else ()), hook)
+    else:
+        passes = tuple(hook if item is ours else item for item in current.passes)
+    return SchedulerSettings(True, passes, None if current.stock_overlap is None else False)
+
+
+def _without_ours(current: SchedulerSettings) -> SchedulerSettings:
+    """The settings as they would be had the reorder pass never been installed."""
+    ours = next((item for item in current.passes if isinstance(item, ReorderHook)), None)
+    if ours is None or ours.previous is None:
+        return current
+    others = tuple(item for item in current.passes if item is not ours)
+    kept = () if ours.previous.enabled else ours.previous.passes
+    return SchedulerSettings(ours.previous.enabled, (*kept, *others), ours.previous.stock_overlap)

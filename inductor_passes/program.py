@@ -25,6 +25,7 @@ from inductor_passes import graph as fxg
 from inductor_passes.config import class_name_of
 from inductor_passes.costs.topology import GroupTopology, topology_of
 from inductor_passes.plan import Collective, GroupKey, PlanningProblem, Role
+from inductor_passes.report import members_of
 from inductor_passes.windows import Walk, Window
 
 if TYPE_CHECKING:
@@ -75,27 +76,57 @@ def read_program(
     roles = {start: role_of(start) for start in starts}
     walk = _walk(graph, starts, roles)
     regions = walk.regions()
-    labels = group_labels(starts)
-    topologies = group_topologies(starts, ranks_per_node)
     nominal = work.nominal_size(graph)
-    collectives = []
-    for number, (start, window) in enumerate(zip(starts, walk.windows(), strict=True)):
-        key = _planning_key(start, number, labels)
-        topology = topologies[key.group]
-        collectives.append(_collective(start, key, window, cost, topology, nominal, blocks))
-    problem = PlanningProblem(
-        region_ns=tuple(sum(map(cost.compute_ns, work.kernels(nodes, nominal))) for nodes in regions),
-        collectives=tuple(collectives),
-        alpha_ns={
-            key: cost.alpha_ns(key.kind, topologies[key.group])
-            for key in sorted({c.key for c in collectives})
-        },
-        issue_ns=cost.issue_ns(),
-        kernel_ns=cost.kernel_ns(),
+    problem = make_problem(
+        region_ns=[sum(map(cost.compute_ns, work.kernels(nodes, nominal))) for nodes in regions],
+        starts=starts,
+        windows=walk.windows(),
+        cost=cost,
+        ranks_per_node=ranks_per_node,
+        blocks=blocks,
         memory_budget_bytes=memory_budget_bytes,
     )
     waits = tuple(wait for wait in map(fxg.find_wait, starts) if wait is not None)
     return Program(regions, tuple(starts), waits, problem)
+
+
+def make_problem(
+    *,
+    region_ns: Sequence[int],
+    starts: Sequence[fx.Node],
+    windows: Sequence[Window],
+    cost: CostModel,
+    ranks_per_node: int,
+    blocks: Sequence[str] = (),
+    memory_budget_bytes: int | None = None,
+) -> PlanningProblem:
+    """The planning problem of collectives with known windows among regions of known length.
+
+    Args:
+        region_ns: modelled time of each region.
+        starts: start of each collective, from one graph, in the order of their numbers.
+        windows: slots each may use.
+        cost: prices of communication.
+        ranks_per_node: ranks that share a node, in the whole job.
+        blocks: the modules of `PassConfig.blocks`.
+        memory_budget_bytes: bound on bytes in flight, None for none.
+    """
+    labels = group_labels(starts)
+    topologies = group_topologies(starts, ranks_per_node)
+    nominal = work.nominal_size(starts[0].graph) if starts else 1
+    collectives = []
+    for number, (start, window) in enumerate(zip(starts, windows, strict=True)):
+        key = _planning_key(start, number, labels)
+        collectives.append(_collective(start, key, window, cost, topologies[key.group], nominal, blocks))
+    keys = sorted({item.key for item in collectives})
+    return PlanningProblem(
+        region_ns=tuple(region_ns),
+        collectives=tuple(collectives),
+        alpha_ns={key: cost.alpha_ns(key.kind, topologies[key.group]) for key in keys},
+        issue_ns=cost.issue_ns(),
+        kernel_ns=cost.kernel_ns(),
+        memory_budget_bytes=memory_budget_bytes,
+    )
 
 
 def _planning_key(start: fx.Node, number: int, labels: dict[str, str]) -> GroupKey:
@@ -241,7 +272,7 @@ def _collective(
     received = work.moved_bytes([start], nominal)
     full = received if key.kind == fxg.ALL_GATHER else sent
     return Collective(
-        name=fxg.param_fqn(start) or key.kind,
+        name="+".join(members_of(start)) if role_of(start) is not Role.FIXED else key.kind,
         key=key,
         role=role_of(start),
         size_bytes=full,

@@ -12,8 +12,9 @@ from torch import fx, nn
 from inductor_passes import PassConfig, hooks
 from inductor_passes.costs.profiles import load_profile
 from inductor_passes.graph import find_kind, find_wait, is_barrier, is_wait, starts
-from inductor_passes.hooks import PostGradHook, Setup, bucket_pass
+from inductor_passes.hooks import PostGradHook, bucket_pass
 from inductor_passes.report import members_of
+from inductor_passes.setups import Setup
 from inductor_passes.verify import Snapshot, VerificationError
 from tests.inductor_passes.graphs import RANKS, Builder, aten, funcol, groups, random_graph, run
 from tests.inductor_passes.toy import trace, world

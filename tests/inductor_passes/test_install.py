@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 
@@ -13,21 +14,33 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import inductor_passes
-from inductor_passes import PassConfig, _compat, hooks, install, installed, options, uninstall
+from inductor_passes import PassConfig, _compat, install, installed, options, setups, uninstall
 from inductor_passes._compat import CustomGraphPass, PassChain
 from inductor_passes.costs.profiles import load_profile, parse_profile
-from inductor_passes.hooks import JointHook, PostGradHook, Setup
+from inductor_passes.hooks import GraphHook, JointHook, PostGradHook, ReorderHook
+from inductor_passes.setups import Setup
 from simplefsdp import simple_fsdp
 from tests.inductor_passes.graphs import Builder, aten
 from tests.inductor_passes.toy import world
 
-HOOKS = ("joint_custom_post_pass", "post_grad_custom_post_pass")
+GRAPH_HOOKS = ("joint_custom_post_pass", "post_grad_custom_post_pass")
+SCHEDULER = ("reorder_for_compute_comm_overlap", "reorder_for_compute_comm_overlap_passes")
+HOOKS = (*GRAPH_HOOKS, *SCHEDULER)
+UNSET = (None, None, False, [])
 
 
 @pytest.fixture(autouse=True)
 def clean_hooks():
-    with inductor_config.patch(dict.fromkeys(HOOKS)):
+    with inductor_config.patch(dict(zip(HOOKS, UNSET, strict=True))):
         yield
+
+
+def settings() -> tuple:
+    return tuple(getattr(inductor_config, name) for name in HOOKS)
+
+
+def graph_hooks() -> list:
+    return [hook for hook in installed() if isinstance(hook, GraphHook)]
 
 
 class Other(CustomGraphPass):
@@ -57,12 +70,12 @@ def tagged(passes="", count=1):
 def test_importing_changes_nothing():
     code = (
         "import json, torch._inductor.config as config; from inductor_passes import PassConfig, install, options; "
-        f"print(json.dumps([getattr(config, hook) is None for hook in {HOOKS!r}]))"
+        f"print(json.dumps([getattr(config, name) for name in {HOOKS!r}]))"
     )
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
-    assert json.loads(out.stdout) == [True, True]
+    assert json.loads(out.stdout) == list(UNSET)
 
 
 @pytest.mark.parametrize("as_list", [False, True])
@@ -87,17 +100,16 @@ def test_uninstall_restores_and_may_be_repeated():
     install()
     uninstall()
     uninstall()
-    assert inductor_config.post_grad_custom_post_pass is other
-    assert inductor_config.joint_custom_post_pass is None
+    assert settings() == (None, other, False, [])
     assert list(installed()) == []
 
 
 def test_a_wrapper_of_somebody_else_keeps_nothing_running_after_uninstall():
     install()
-    (ours,) = (item for item in installed() if isinstance(item, JointHook))
+    ours = graph_hooks()[0]
     active = ours.uuid()
     inductor_config.joint_custom_post_pass = PassChain([Other(), ours])
-    (held,) = (item for item in installed() if isinstance(item, JointHook))
+    held = graph_hooks()[0]
     assert held is ours
     uninstall()
     assert ours.find_setup(tagged()) is None
@@ -108,7 +120,7 @@ def test_installing_again_is_idempotent_and_each_graph_finds_its_own():
     first, second = PassConfig(planner="greedy"), PassConfig(planner="none")
     keys = [install(config) for config in (first, second, first)]
     assert keys[0] == keys[2] != keys[1]
-    assert len(list(installed())) == len(HOOKS)
+    assert [type(hook) for hook in installed()] == [JointHook, PostGradHook, ReorderHook]
     for hook in installed():
         assert [setup.config for setup in hook.setups] == [second, first]
         assert hook.find_setup(tagged()).config == first
@@ -130,7 +142,7 @@ def test_graphs_without_tags_are_left_alone():
     graph = build.finish(build.call(aten.neg.default, build.input((4, 4)))).graph
     text, nodes = str(graph), list(graph.nodes)
     install()
-    for hook in installed():
+    for hook in graph_hooks():
         hook(graph)
         assert not hook.records
     assert str(graph) == text
@@ -141,9 +153,9 @@ def test_options_change_nothing_global_and_keep_the_passes_of_others():
     other = Other()
     inductor_config.post_grad_custom_post_pass = other
     install(PassConfig(planner="none"))
-    before = {name: getattr(inductor_config, name) for name in HOOKS}
+    before = settings()
     chosen = options(PassConfig(planner="greedy"))
-    assert {name: getattr(inductor_config, name) for name in HOOKS} == before
+    assert settings() == before
     assert sorted(chosen) == sorted(HOOKS)
     first, ours = chosen["post_grad_custom_post_pass"]
     assert first is other
@@ -164,21 +176,56 @@ def test_identity_follows_every_option_profile_source_and_version(monkeypatch):
     profile = load_profile("h100_sxm")
     changed = parse_profile(profile.to_json().replace('"value": 3350000000000', '"value": 3350000000001'))
     assert changed.identity() != profile.identity()
-    setups = [
+    some = [
         Setup(PassConfig(), profile),
         Setup(PassConfig(planner="greedy"), profile),
         Setup(PassConfig(reshard=False), profile),
         Setup(PassConfig(memory_budget_gb=1.0), profile),
         Setup(PassConfig(), changed),
     ]
-    uuids = [cls((setup,)).uuid() for setup in setups for cls in (JointHook, PostGradHook)]
+    uuids = [cls((setup,)).uuid() for setup in some for cls in (JointHook, PostGradHook, ReorderHook)]
     assert len(set(uuids)) == len(uuids)
     assert JointHook((Setup(PassConfig(), load_profile("h100_sxm")),)).uuid() == uuids[0]
-    monkeypatch.setattr(hooks, "source_hash", lambda: "edited")
-    assert JointHook((setups[0],)).uuid() != uuids[0]
+    monkeypatch.setattr(setups, "source_hash", lambda: "edited")
+    assert JointHook((some[0],)).uuid() != uuids[0]
     monkeypatch.undo()
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    assert JointHook((setups[0],)).uuid() != uuids[0]
+    assert JointHook((some[0],)).uuid() != uuids[0]
+
+
+def test_the_scheduler_pass_is_pickled_by_what_decides_it():
+    """TorchInductor keys it by its pickle: equal for equal setups, whatever it has recorded meanwhile."""
+    profile = load_profile("h100_sxm")
+    first, same = (ReorderHook((Setup(PassConfig(), profile),)) for _ in range(2))
+    same.records.append("anything")
+    other = ReorderHook((Setup(PassConfig(memory_budget_gb=1.0), profile),))
+    assert pickle.dumps(first) == pickle.dumps(same) != pickle.dumps(other)
+    assert pickle.loads(pickle.dumps(first)).setups == first.setups
+
+
+def test_scheduler_passes_of_others_run_before_ours_and_stay_off_if_they_were_off():
+    def other(snodes):
+        return snodes
+
+    inductor_config.reorder_for_compute_comm_overlap_passes = [other]
+    install()
+    enabled, passes = settings()[2:]
+    assert enabled
+    assert [type(item) for item in passes] == [ReorderHook]
+    uninstall()
+    assert settings()[2:] == (False, [other])
+    inductor_config.reorder_for_compute_comm_overlap = True
+    install()
+    assert [type(item) for item in settings()[3]] == [type(other), ReorderHook]
+    uninstall()
+    assert settings()[2:] == (True, [other])
+
+
+def test_without_reorder_the_scheduler_is_left_alone():
+    install(PassConfig(reorder=False))
+    assert settings()[2:] == (False, [])
+    assert "reorder_for_compute_comm_overlap" in options(PassConfig(reorder=False))
+    assert options(PassConfig(reorder=False))["reorder_for_compute_comm_overlap"] is False
 
 
 def test_a_chain_has_the_identities_of_its_members():
@@ -219,7 +266,7 @@ def test_all_graphs_of_a_model_get_the_passes_and_those_of_a_plain_model_do_not(
     with world(4):
         compile_once(PassConfig(planner="none", memory_budget_gb=2.0))
         graphs = [record.graph for hook in installed() for record in hook.records]
-        assert graphs == ["joint", "forward", "backward"]
+        assert graphs == ["joint", "forward", "backward", "forward", "backward"]
         torch.compile(nn.Linear(4, 4, bias=False))(torch.randn(2, 4)).sum().backward()
         assert [record.graph for hook in installed() for record in hook.records] == graphs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -71,23 +72,37 @@ def test_debug_backend(workers, shape, planner, reshard, mode):
         assert wrong == []
 
 
-def inductor_differences(rank: int, world_size: int) -> list[str]:
-    """TorchInductor with and without the passes, which `simple_fsdp` installs and the second backend leaves out."""
-    from inductor_passes import uninstall
+class Products(nn.Module):
+    """Matrix products and ReLUs: TorchInductor's kernels for them round as eager kernels do."""
 
-    passes = options(PassConfig(planner="block", blocks=("layers.*",)))
-    model = make("none", (2,))
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def inductor_differences(rank: int, world_size: int) -> list[str]:
+    """TorchInductor with all passes against eager mode: what was wrong."""
+    passes = options(PassConfig(planner="block", blocks=("Products",), profile="h100_sxm"))
+    torch.manual_seed(0)
+    plain = Products()
+    model = copy.deepcopy(plain)
+    simple_fsdp(plain, mesh(2))
+    expected = train(plain, plain, rank)
+    simple_fsdp(model, mesh(2))
     got = train(model, torch.compile(model, fullgraph=True, options=passes), rank)
-    plain = make("none", (2,))
-    uninstall()
-    torch._dynamo.reset()
-    expected = train(plain, torch.compile(plain, fullgraph=True), rank)
-    hooks = [item for value in passes.values() for item in (value if isinstance(value, list) else [value])]
+    values = [item for value in passes.values() for item in (value if isinstance(value, list) else [value])]
+    records = [record for item in values if hasattr(item, "records") for record in item.records]
     wrong = [f"value {i}" for i, pair in enumerate(zip(got, expected, strict=True)) if not torch.equal(*pair)]
-    wrong += [record.failure for hook in hooks for record in hook.records if record.failure]
-    graphs = sorted(record.graph for hook in hooks for record in hook.records)
-    if graphs != ["backward", "forward", "joint"]:
-        wrong.append(f"the passes saw {graphs}")
+    wrong += [record.failure for record in records if record.failure]
+    seen = sorted((record.name, record.graph) for record in records)
+    passed = [(name, graph) for name in ("bucket", "reorder") for graph in ("backward", "forward")]
+    if seen != [*passed, ("reshard", "joint")]:
+        wrong.append(f"the passes saw {seen}")
     return wrong
 
 

@@ -1,0 +1,271 @@
+"""Give the fused scheduler nodes their final order: every start and wait where the modelled time is shortest.
+
+It owns the reading of scheduler nodes and the permutation. It must not know how slots are chosen, and it creates,
+removes and fuses nothing.
+
+TorchInductor reorders kernels for memory after the graph passes, and so undoes part of their placing. This pass runs
+last. Compute stays in the order it finds; collectives keep their order among each other, which torch has frozen; the
+kernels that only pack for a start or unpack after a wait travel with them::
+
+    pack, pack, start, mm, mm, wait, unpack, mm      found
+    mm, pack, pack, start, mm, wait, unpack, mm      returned
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from inductor_passes import _compat, work
+from inductor_passes import graph as fxg
+from inductor_passes.emission import Emission
+from inductor_passes.inorder import plan_in_order, plan_of
+from inductor_passes.plan import ISSUE, Plan, PlanningProblem, Role
+from inductor_passes.program import make_problem, role_of
+from inductor_passes.report import PlanReport
+from inductor_passes.verify import VerificationError, check_same_order
+from inductor_passes.windows import Walk
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import fx
+
+    from inductor_passes.costs.model import CostModel
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Scheduler nodes, read for planning.
+
+    Args:
+        snodes: all of them, in the order found.
+        inputs: what each needs to have run before.
+        anchored: nodes that stay in order; the region of that number holds one.
+        starts: starts of the collectives the passes understand, in order.
+        waits: the wait of each.
+        problem: what is to be planned.
+        found: the plan that the order found amounts to.
+    """
+
+    snodes: tuple[Any, ...]
+    inputs: dict[Any, tuple[Any, ...]]
+    anchored: tuple[Any, ...]
+    starts: tuple[Any, ...]
+    waits: tuple[Any, ...]
+    problem: PlanningProblem
+    found: Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class ReorderReport:
+    """What the reorder pass decided. All times and bytes are modelled."""
+
+    found: Plan
+    placed: PlanReport
+    kept: str
+
+    def __str__(self) -> str:
+        outcome = f"order kept: {self.kept}" if self.kept else "order changed"
+        return (
+            f"{outcome}; modelled {self.found.step_ns / 1e6:.3f} ms before, "
+            f"{self.placed.plan.step_ns / 1e6:.3f} ms after\n  {self.placed}"
+        )
+
+
+def reorder_pass(
+    snodes: Sequence[Any], cost: CostModel, ranks_per_node: int, memory_budget_bytes: int | None
+) -> tuple[list[Any], ReorderReport]:
+    """Find the final order of scheduler nodes.
+
+    Args:
+        snodes: fused scheduler nodes in an order that obeys their dependencies.
+        cost: prices of compute and communication.
+        ranks_per_node: ranks that share a node, in the whole job.
+        memory_budget_bytes: bound on bytes in flight, None for none.
+
+    Returns:
+        A permutation of `snodes`, the same order where none is better, and what was decided.
+
+    Raises:
+        VerificationError: the order of the collectives cannot be kept, or the new order breaks an invariant.
+    """
+    schedule = read_schedule(snodes, cost, ranks_per_node, memory_budget_bytes)
+    plan = plan_in_order(schedule.problem)
+    if plan is None:
+        raise VerificationError("a collective must start before one that stands before it can")
+    report = PlanReport(schedule.problem, plan)
+    if plan.step_ns > schedule.found.step_ns:
+        return list(snodes), ReorderReport(schedule.found, report, "it is shorter than the best one known")
+    order = permutation(schedule, plan)
+    check_schedule(schedule, order)
+    if memory_budget_bytes is not None:
+        before, after = _compat.peak_bytes(list(snodes)), _compat.peak_bytes(order)
+        if before is not None and after is not None and after > before + memory_budget_bytes:
+            kept = f"the peak would rise from {before} to {after} bytes, by more than the budget"
+            return list(snodes), ReorderReport(schedule.found, report, kept)
+    return order, ReorderReport(schedule.found, report, "")
+
+
+def read_schedule(
+    snodes: Sequence[Any], cost: CostModel, ranks_per_node: int, memory_budget_bytes: int | None
+) -> Schedule:
+    """Read scheduler nodes as a planning problem. Arguments as of `reorder_pass`."""
+    writer = {name: snode for snode in snodes for name in _compat.written_buffers(snode)}
+    inputs = {snode: _inputs(snode, writer) for snode in snodes}
+    wait_of = {
+        source: snode
+        for snode in snodes
+        if _compat.is_wait_kernel(snode)
+        for source in inputs[snode]
+        if _compat.is_collective_kernel(source)
+    }
+    starts = [snode for snode in snodes if snode in wait_of and _find_start(snode) is not None]
+    fx_starts = [start for start in map(_find_start, starts) if start is not None]
+    roles = {snode: role_of(start) for snode, start in zip(starts, fx_starts, strict=True)}
+    number_of = {snode: number for number, snode in enumerate(starts)}
+    number_of_wait = {wait_of[snode]: number for snode, number in number_of.items()}
+    floating = _find_floating(snodes, inputs, roles, {wait_of[snode] for snode in starts})
+    walk: Walk[Any] = Walk([role is Role.FIXED for role in roles.values()])
+    anchored: list[Any] = []
+    found: list[tuple[int, int, bool]] = []
+    for snode in snodes:
+        if snode in number_of:
+            walk.start(snode, inputs[snode])
+            found.append((len(anchored), number_of[snode], False))
+        elif snode in number_of_wait:
+            walk.wait(snode, number_of_wait[snode])
+            found.append((len(anchored), number_of_wait[snode], True))
+        elif snode in floating:
+            walk.floating(snode, inputs[snode])
+        else:
+            unknown = _compat.is_collective_kernel(snode) or _compat.is_wait_kernel(snode)
+            walk.anchored(snode, inputs[snode], cut_before=True, cut_after=True, barrier=unknown)
+            anchored.append(snode)
+    problem = make_problem(
+        region_ns=_durations(anchored, cost),
+        starts=fx_starts,
+        windows=walk.windows(),
+        cost=cost,
+        ranks_per_node=ranks_per_node,
+        memory_budget_bytes=memory_budget_bytes,
+    )
+    waits = tuple(wait_of[snode] for snode in starts)
+    return Schedule(
+        tuple(snodes), inputs, tuple(anchored), tuple(starts), waits, problem, plan_of(problem, found)
+    )
+
+
+def permutation(schedule: Schedule, plan: Plan) -> list[Any]:
+    """The order of scheduler nodes that a plan asks for.
+
+    Raises:
+        VerificationError: a node needs a result before the plan has it.
+    """
+    users: dict[Any, list[Any]] = {snode: [] for snode in schedule.snodes}
+    for snode, sources in schedule.inputs.items():
+        for source in sources:
+            users[source].append(snode)
+    held = (*schedule.anchored, *schedule.starts, *schedule.waits)
+    emission: Emission[Any] = Emission(schedule.inputs.__getitem__, held)
+    slot = 0
+    for event in plan.events:
+        emission.release(schedule.anchored[slot : event.slot])
+        slot = event.slot
+        (number,) = plan.buckets[event.bucket].members
+        if event.action == ISSUE:
+            emission.release([schedule.starts[number]])
+        else:
+            emission.release([schedule.waits[number]])
+            if schedule.problem.collectives[number].role is Role.REDUCE:
+                emission.release_readers([schedule.waits[number]], users)
+    emission.release(schedule.anchored[slot:])
+    return emission.finish(schedule.snodes)
+
+
+def check_schedule(schedule: Schedule, order: list[Any]) -> None:
+    """Check that an order holds every node once, after what it needs, with all communication in the order found.
+
+    Raises:
+        VerificationError: names what is wrong.
+    """
+    check_same_order(list(schedule.snodes), order)
+    seen: set[Any] = set()
+    for snode in order:
+        for source in schedule.inputs[snode]:
+            if source not in seen:
+                raise VerificationError(
+                    f"{snode.get_name()} stands before {source.get_name()}, which it needs"
+                )
+        seen.add(snode)
+    comm = [
+        [item for item in nodes if _compat.is_collective_kernel(item)] for nodes in (schedule.snodes, order)
+    ]
+    if comm[0] != comm[1]:
+        raise VerificationError("the order of the collectives changed")
+
+
+def _inputs(snode: Any, writer: dict[str, Any]) -> tuple[Any, ...]:
+    sources = (writer.get(name) for name in _compat.read_buffers(snode))
+    return tuple(dict.fromkeys(item for item in sources if item is not None and item is not snode))
+
+
+def _find_start(snode: Any) -> fx.Node | None:
+    """The graph node of a collective's start, None for a collective that the passes do not understand."""
+    candidates = [node for node in _compat.origins(snode) if fxg.is_start(node)]
+    return candidates[0] if len(candidates) == 1 and fxg.find_wait(candidates[0]) is not None else None
+
+
+def _find_floating(
+    snodes: Sequence[Any], inputs: dict[Any, tuple[Any, ...]], roles: dict[Any, Role], waits: set[Any]
+) -> set[Any]:
+    """The light kernels that only pack for movable starts or only unpack after movable waits."""
+    movable = {snode for snode, role in roles.items() if role is not Role.FIXED}
+    fixed_waits = waits - {wait for wait in waits if not movable.isdisjoint(inputs[wait])}
+    users: dict[Any, list[Any]] = {snode: [] for snode in snodes}
+    for snode, sources in inputs.items():
+        for source in sources:
+            users[source].append(snode)
+    floating: set[Any] = set()
+    for snode in reversed(snodes):
+        serves = users[snode] and all(
+            user in movable or user in floating or user in waits for user in users[snode]
+        )
+        if serves and snode not in waits and _is_service(snode):
+            floating.add(snode)
+    for snode in snodes:
+        unpacks = inputs[snode] and all(
+            source in floating or (source in waits and source not in fixed_waits) for source in inputs[snode]
+        )
+        if unpacks and snode not in waits and _is_service(snode):
+            floating.add(snode)
+    return floating
+
+
+def _is_service(snode: Any) -> bool:
+    """Whether a node only casts, copies or views values of an unshard.
+
+    A matrix product counts as origin of the copy of its weight that it needs; that copy is no matrix product.
+    """
+    if _compat.is_collective_kernel(snode) or _compat.is_opaque_kernel(snode):
+        return False
+    nodes = [node for node in _compat.origins(snode) if not fxg.is_heavy(node)]
+    return all(fxg.find_tag(node) is not None or fxg.is_view(node) or fxg.is_copy(node) for node in nodes)
+
+
+def _durations(snodes: Sequence[Any], cost: CostModel) -> list[int]:
+    """Modelled time of each node, from the graph nodes it came from."""
+    if not snodes:
+        return []
+    graph = _compat.lowered_graph()
+    position = {node: number for number, node in enumerate(graph.nodes)}
+    nominal = work.nominal_size(graph)
+    durations = []
+    for snode in snodes:
+        opaque = _compat.is_opaque_kernel(snode)
+        nodes = [node for node in _compat.origins(snode) if node in position and not fxg.is_comm(node)]
+        heavy = [node for node in nodes if fxg.is_heavy(node)]
+        chosen = heavy if opaque and heavy else [node for node in nodes if not fxg.is_heavy(node)]
+        chosen.sort(key=position.__getitem__)
+        durations.append(sum(map(cost.compute_ns, work.kernels(chosen, nominal))))
+    return durations
