@@ -102,8 +102,7 @@ class TrainOptions:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """fp32, or bf16 compute with fp32 storage and reductions. auto: bf16 on GPUs, fp32 on CPUs."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """Recompute activations in backward: none, full (each block) or selective (keeps attention and every second matrix
-    product)."""
+    """Recompute in backward: none, full (each block) or selective (keep attention and every second product)."""
     compile: bool = True
     """Compile forward, loss and backward with torch.compile."""
     compile_backend: str = "inductor"
