@@ -5,10 +5,13 @@ Nothing else in the package may import a private torch name. Checked on torch 2.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
@@ -22,6 +25,11 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "concatenate_meshes",
+    "count_compilations",
+    "fake_like",
+    "fake_mode",
+    "fake_world",
+    "find_graph_break",
     "find_sharded_dim",
     "foreach_norm",
     "in_backward",
@@ -29,12 +37,14 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "local_tensor",
     "queue_backward_callback",
+    "recompile_reasons",
     "reduce_scatter",
     "replace_cpu_gather",
     "root_mesh",
     "split_mesh_dim",
     "storage_id",
     "strided_shard",
+    "training_backend",
     "tree_leaves",
     "tree_map_only",
     "version",
@@ -64,7 +74,9 @@ def replace_cpu_gather() -> torch.library.Library:
 
     def gather(tensor: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
         out = tensor.new_empty((group_size * tensor.shape[0], *tensor.shape[1:]))
-        return ops.all_gather_into_tensor_out(tensor, group_size, group_name, out=out)
+        source, target = map(torch.view_as_real, (tensor, out)) if tensor.is_complex() else (tensor, out)
+        ops.all_gather_into_tensor_out(source, group_size, group_name, out=target)
+        return out
 
     library = torch.library.Library("_c10d_functional", "IMPL")
     library.impl("all_gather_into_tensor", gather, "CPU")
@@ -158,3 +170,101 @@ def find_sharded_dim(placement: Placement) -> int | None:
 def foreach_norm(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
     """The norm of each tensor, in one kernel where the device has one."""
     return list(torch._foreach_norm(tensors, norm_type)) if tensors else []
+
+
+# For `simplefsdp.explain`: graphs without memory, on a process group that may not exist.
+
+
+@contextlib.contextmanager
+def fake_world(ranks: int) -> Iterator[None]:
+    """Rank 0 of a process group of `ranks` whose collectives do nothing.
+
+    Raises:
+        RuntimeError: a process group exists already.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("a process group exists already")
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        # DTensor remembers shardings with their mesh; an equal mesh of the next world has other process groups.
+        _clear_sharding_prop_cache()
+
+
+def fake_mode() -> Any:
+    """A mode whose tensors have shape, dtype and device, and no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    # Tensors that code makes on the fly, such as constants, are real.
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_like(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
+    """A tensor without memory of the same kind, shape, layout and dtype; one on the meta device moves to the CPU."""
+    if isinstance(tensor, DTensor):
+        local = fake_like(tensor._local_tensor, mode)
+        return DTensor.from_local(
+            local,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    device = torch.device("cpu") if tensor.is_meta else tensor.device
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def training_backend(
+    fw_compiler: Callable[..., Any],
+    bw_compiler: Callable[..., Any],
+    inference_compiler: Callable[..., Any],
+    partition_fn: Callable[..., Any],
+) -> Callable[..., Any]:
+    """A `torch.compile` backend that calls these on AOTAutograd's graphs, decomposed as TorchInductor has them."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_compiler
+    from torch._inductor.decomposition import select_decomp_table
+
+    return aot_autograd(
+        fw_compiler=make_boxed_compiler(fw_compiler),
+        bw_compiler=make_boxed_compiler(bw_compiler),
+        inference_compiler=make_boxed_compiler(inference_compiler),
+        partition_fn=partition_fn,
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )
+
+
+def find_graph_break(graph: torch.fx.GraphModule) -> tuple[str, str] | None:
+    """Why Dynamo ended a graph before the end of the code, and where ("file.py:12"); None when it did not."""
+    reason = getattr(graph, "compile_subgraph_reason", None)
+    if reason is None or not getattr(reason, "graph_break", False):
+        return None
+    stack = list(reason.user_stack)
+    place = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "unknown place"
+    return str(reason.reason).strip().splitlines()[0], place
+
+
+def recompile_reasons(after: int = 0) -> list[tuple[str, str]]:
+    """Why Dynamo compiled code again, and which ("file.py:12"), for compilations numbered `after` and later."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return [
+        (str(item.recompile_reason).strip().splitlines()[0], f"{item.co_filename}:{item.co_firstlineno}")
+        for item in get_compilation_metrics()[after:]
+        if getattr(item, "recompile_reason", None)
+    ]
+
+
+def count_compilations() -> int:
+    """How many compilations Dynamo remembers."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return len(get_compilation_metrics())
