@@ -23,6 +23,8 @@ def gather_many(rank: int, world: int) -> None:
         gathered = [ops.wait_tensor(item) for item in started]
     for item in gathered:
         assert torch.equal(item, full)
+    several = ops.all_gather_into_tensor(torch.full((1, 2), complex(rank, 1)), world, group)
+    assert ops.wait_tensor(several).tolist() == [[complex(r, 1)] * 2 for r in range(world)]
 
 
 def test_many_gathers_in_flight_leave_the_heap_whole(workers):
