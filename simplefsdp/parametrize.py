@@ -16,7 +16,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from . import _compat, regather
 from .mesh import DataParallelMesh
-from .placement import ShardSpec, to_sharded
+from .placement import ShardSpec, stored_as, to_sharded
 from .policy import GradientSync
 from .trail import Trail
 from .unshard import traced_unshard, unshard
@@ -93,6 +93,13 @@ class Slot:
     def shard_full(self, full: torch.Tensor, device: torch.device | None = None) -> DTensor:
         """The stored form of an unsharded tensor."""
         return to_sharded(full, self.spec, self.mesh, self.placements, self.shard_rank, device)
+
+    def follow_dtype(self, dtype: torch.dtype) -> None:
+        """Take over the dtype that the stored parameter was converted to."""
+        if dtype != self.spec.storage_dtype:
+            self.spec = stored_as(self.spec, dtype, self.wrap.mp_policy)
+            self.traced = traced_unshard(self.spec)
+            self.accumulator = None
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -187,6 +194,26 @@ class ShardedModule:
             super().__setattr__(name, value)
         else:
             _assign(self, name, slot, value)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """What `to`, `bfloat16`, `cpu`, `to_empty` and the like run on every module: slots follow the new dtype.
+
+        Raises:
+            RuntimeError: gradients wait for their reduction in the old dtype; nothing is changed then.
+        """
+        state: ModuleState = self.__dict__[_STATE]
+        _check_convertible(state.wrap)
+        parameters: dict[str, nn.Parameter | None] = self._parameters  # type: ignore[attr-defined]
+        # torch exchanges the contents of DTensor parameters with those of a new one, their attributes included.
+        attributes = {name: dict(vars(param)) for name, param in parameters.items() if param is not None}
+        try:
+            return super()._apply(fn, recurse)  # type: ignore[misc]
+        finally:
+            for name, slot in state.slots.items():
+                param = parameters.get(name)
+                if param is not None:
+                    vars(param).update(attributes[name])
+                    slot.follow_dtype(param.dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # deepcopy and pickle: the dynamic class cannot be found by name, so it is made again from its parts.
@@ -332,7 +359,13 @@ def _assign(module: Any, name: str, slot: Slot, value: Any) -> None:
     """`module.weight = tensor` after wrapping: reach the shards or say how to."""
     param = module._parameters.get(name)
     if isinstance(value, DTensor) and value.device_mesh == slot.mesh and value.placements == slot.placements:
+        if value.dtype != slot.spec.storage_dtype:
+            _check_convertible(slot.wrap)
         nn.Module.__setattr__(module, name, value)
+        new = module._parameters[name]
+        if param is not None and new is not param:
+            vars(new).update(vars(param))
+        slot.follow_dtype(new.dtype)
         return
     if not isinstance(value, torch.Tensor):
         raise TypeError(
@@ -350,6 +383,19 @@ def _assign(module: Any, name: str, slot: Slot, value: Any) -> None:
         _compat.local_tensor(param).copy_(_compat.local_tensor(slot.shard_full(value)))
     if isinstance(value, nn.Parameter):
         param.requires_grad_(value.requires_grad)
+
+
+def _check_convertible(wrap: WrapState) -> None:
+    if not wrap.accumulating:
+        return
+    waiting = [s.fqn for s in wrap.slots if s.accumulator is not None and s.accumulator.grad is not None]
+    if waiting or wrap.sync is not GradientSync.FULL:
+        what = f"the gradient of '{waiting[0]}' waits" if waiting else "gradients are about to wait"
+        raise RuntimeError(
+            f"the model cannot be converted (to(), bfloat16(), cpu(), ...) while {what} for its reduction: convert it "
+            "after the last micro-batch's backward, outside of no_sync"
+        )
+    wrap.accumulating = False
 
 
 def _cast_floating(tree: Any, dtype: torch.dtype) -> Any:

@@ -30,6 +30,7 @@ __all__ = [
     "check_parameter",
     "make_spec",
     "shard_of",
+    "stored_as",
     "to_sharded",
 ]
 
@@ -154,7 +155,7 @@ def make_spec(
     shard_dim = wanted if shard_group is not None and param.dim() > 0 and param.numel() > 0 else None
     gather_group = None if shard_dim is None or shard_group is None or shard_group.size == 1 else shard_group
     whole = shard_dim is None and param.numel() > 0
-    floating = param.is_floating_point()
+    compute_dtype, reduce_dtype = _working_dtypes(param.dtype, mp_policy)
     spec = ShardSpec(
         name=fqn.rpartition(".")[2],
         shape=local_shape,
@@ -163,13 +164,21 @@ def make_spec(
         mean_groups=_larger_than_one(shard_group) if whole else (),
         replica_groups=_larger_than_one(dp.replicate_group) if param.numel() > 0 else (),
         storage_dtype=param.dtype,
-        compute_dtype=(mp_policy.param_dtype or param.dtype) if floating else param.dtype,
-        reduce_dtype=mp_policy.reduce_dtype if floating else None,
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
         reshard_after_forward=reshard_after_forward,
         tensor_parallel=tensor_parallel,
     )
     mesh, placements = _stored_placements(fqn, dp, shard_dim, tensor_parallel)
     return spec, mesh, placements
+
+
+def stored_as(spec: ShardSpec, dtype: torch.dtype, mp_policy: MixedPrecisionPolicy) -> ShardSpec:
+    """The spec of the same parameter after its shard was converted to another dtype."""
+    compute_dtype, reduce_dtype = _working_dtypes(dtype, mp_policy)
+    return dataclasses.replace(
+        spec, storage_dtype=dtype, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype
+    )
 
 
 def shard_of(full: torch.Tensor, spec: ShardSpec, shard_rank: int) -> torch.Tensor:
@@ -228,6 +237,15 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def _working_dtypes(
+    storage: torch.dtype, mp_policy: MixedPrecisionPolicy
+) -> tuple[torch.dtype, torch.dtype | None]:
+    """Dtypes of compute and of gradient reduction; the policy is about floating-point parameters only."""
+    if not storage.is_floating_point:
+        return storage, None
+    return mp_policy.param_dtype or storage, mp_policy.reduce_dtype
 
 
 def _shard_dim(fqn: str, param: nn.Parameter, shard_placement_fn: ShardPlacementFn | None) -> int:
