@@ -95,6 +95,7 @@ def simple_fsdp(
         )
         wrapped_class(type(owner), tuple(state.slots))
         plans.append((owner, state, {name: sharded for name, (_, sharded, _) in mine.items()}))
+    _check_no_shared_memory(module, slots)
     _check_no_stale_references(module, slots)
 
     if dp.mesh.device_type == "cpu":
@@ -216,6 +217,66 @@ def _check_module(owner: nn.Module, prefix: str, names: dict[str, str]) -> None:
                     f"parameter '{fqn}': {kind.__name__} defines a property of that name, which sharding would hide; "
                     "rename one of them or list the parameter in ignored_params"
                 )
+
+
+def _check_no_shared_memory(
+    module: nn.Module, slots: dict[int, tuple[nn.Parameter, nn.Parameter, Slot]]
+) -> None:
+    """Refuse parameters that share elements without being one object: their shards would go apart.
+
+    Disjoint parts of one buffer are fine, each is copied into its own shard.
+    """
+    by_storage: dict[int, dict[int, tuple[str, torch.Tensor]]] = {}
+    for name, param in module.named_parameters():
+        if param.layout == torch.strided and not nn.parameter.is_lazy(param) and param.numel() > 0:
+            by_storage.setdefault(_compat.storage_id(param), {})[id(param)] = name, param
+    for members in by_storage.values():
+        if len(members) > 1 and any(key in slots for key in members):
+            _check_disjoint(list(members.values()))
+
+
+def _check_disjoint(members: list[tuple[str, torch.Tensor]]) -> None:
+    placed = [(name, _compat.local_tensor(p) if isinstance(p, DTensor) else p) for name, p in members]
+    placed.sort(key=lambda named: _extent_bytes(named[1]))
+    reaching: list[tuple[str, torch.Tensor]] = []  # those whose memory reaches beyond the next one's start
+    for name, tensor in placed:
+        start, _ = _extent_bytes(tensor)
+        reaching = [(n, t) for n, t in reaching if _extent_bytes(t)[1] > start]
+        for other_name, other in reaching:
+            if _share_elements(tensor, other):
+                raise ValueError(
+                    f"parameters '{other_name}' and '{name}' are different objects that share memory: a step of one "
+                    "changes the other, which would not reach its shards. Make them one parameter (assign the same "
+                    "object to both modules), or give one of them memory of its own (nn.Parameter(x.data.clone()))"
+                )
+        reaching.append((name, tensor))
+
+
+def _extent_bytes(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte in the storage and the byte behind the last one."""
+    first = int(tensor.storage_offset())
+    last = first + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize
+
+
+def _share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors on one storage, whose extents overlap, have a byte in common."""
+    extents = _extent_bytes(a), _extent_bytes(b)
+    if all(end - start == t.numel() * t.itemsize for t, (start, end) in zip((a, b), extents, strict=True)):
+        return True
+    # Interleaved, as two columns of a matrix are: mark the bytes of one, look at those of the other.
+    base = min(start for start, _ in extents)
+    bytes_ = torch.zeros(max(end for _, end in extents) - base, dtype=torch.bool)
+
+    def seen_by(t: torch.Tensor) -> torch.Tensor:
+        sizes = [1 if stride == 0 else size for size, stride in zip(t.shape, t.stride(), strict=True)]
+        strides = [stride * t.itemsize for stride in t.stride()]
+        return bytes_.as_strided((*sizes, t.itemsize), (*strides, 1), _extent_bytes(t)[0] - base)
+
+    seen_by(a).fill_(True)
+    return bool(seen_by(b).any())
 
 
 def _check_no_stale_references(

@@ -186,9 +186,7 @@ def shard_of(full: torch.Tensor, spec: ShardSpec, shard_rank: int) -> torch.Tens
     if spec.gather_group is None:
         return full
     assert spec.shard_dim is not None
-    size = spec.shape[spec.shard_dim]
-    start = min(shard_rank * spec.padded_rows, size)
-    return full.narrow(spec.shard_dim, start, min(spec.padded_rows, size - start))
+    return _rows_of(full, spec.shard_dim, shard_rank, spec.padded_rows)
 
 
 def local_part(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
@@ -199,9 +197,15 @@ def local_part(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Place
             dim = _compat.find_sharded_dim(placement)
             if dim is not None and isinstance(placement, _compat.StridedShard) == strided:
                 rows = -(-whole.shape[dim] // mesh.size(mesh_dim))
-                start = min(mesh.get_local_rank(mesh_dim) * rows, whole.shape[dim])
-                whole = whole.narrow(dim, start, min(rows, whole.shape[dim] - start))
+                whole = _rows_of(whole, dim, mesh.get_local_rank(mesh_dim), rows)
     return whole
+
+
+def _rows_of(whole: torch.Tensor, dim: int, rank: int, rows: int) -> torch.Tensor:
+    # Not `min`: where one process plays all ranks (LocalTensorMode), the rank is a symbolic int without an order.
+    size = whole.shape[dim]
+    start = torch.sym_min(rank * rows, size)
+    return whole.narrow(dim, start, torch.sym_min(rows, size - start))
 
 
 def to_sharded(

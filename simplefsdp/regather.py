@@ -144,8 +144,9 @@ def in_forward() -> bool:
 def track(full: torch.Tensor, param: DTensor, spec: ShardSpec) -> None:
     """Have `full`, just gathered from `param`, freed after forward and gathered again for backward."""
     forward = _current.get()
-    shard = _compat.local_tensor(param)
-    if forward is not None and full.untyped_storage().data_ptr() != shard.untyped_storage().data_ptr():
+    if forward is None or not _has_storage(full):
+        return
+    if _compat.storage_id(full) != _compat.storage_id(param):
         forward.track(full, _Recipe(param, spec))
 
 

@@ -36,7 +36,7 @@ def full_tensor(param: DTensor, slot: Slot | None = None) -> torch.Tensor:
         else:
             full = param.full_tensor()
     # A tensor that is whole everywhere comes back as its own storage.
-    return full.clone() if full.data_ptr() == _compat.local_tensor(param).data_ptr() else full
+    return full.clone() if _compat.storage_id(full) == _compat.storage_id(param) else full
 
 
 def full_state_dict(

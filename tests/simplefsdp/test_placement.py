@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from simplefsdp import full_parameters, simple_fsdp
 from simplefsdp.mesh import DataParallelMesh, Group, make_mesh
 from simplefsdp.placement import ShardSpec, contiguous_stride, make_spec, shard_of, to_sharded
 from simplefsdp.policy import MixedPrecisionPolicy
-from tests.helpers.worlds import fake_process_group
+from tests.helpers.worlds import fake_process_group, local_tensor_ranks, values_by_rank
 
 BF16_FP32 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -87,6 +88,26 @@ def test_stored_shards_are_what_dtensor_makes_of_the_placements(shape, dim, fact
             assert stored.placements == placements
             # A copy: the unsharded parameter can go.
             assert stored.to_local().numel() == 0 or stored.to_local().data_ptr() != param.data_ptr()
+
+
+@pytest.mark.parametrize("factor", [None, 2, 1])
+def test_all_ranks_in_one_process_cut_unevenly_and_gather_again(factor):
+    """LocalTensorMode: the rank is a symbolic int, and a tensor has one value for each rank."""
+    whole = torch.arange(21.0).reshape(7, 3)
+    with local_tensor_ranks(4):
+        model = nn.Linear(3, 7, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(whole)
+        simple_fsdp(model, sharding_factor=factor)
+        shards = values_by_rank(model.weight.to_local())
+        cut = [whole] if factor == 1 else whole.chunk(factor or 4)
+        assert all(torch.equal(shard, cut[rank % len(cut)]) for rank, shard in enumerate(shards))
+        model(torch.ones(2, 3)).sum().backward()
+        with full_parameters(model):
+            gathered = values_by_rank(model.weight)
+        assert all(torch.equal(value, whole) for value in gathered)
+        for gradient in values_by_rank(model.weight.grad.full_tensor()):
+            assert torch.equal(gradient, torch.full((7, 3), 2.0))
 
 
 def test_transposed_storage_becomes_contiguous_shards():

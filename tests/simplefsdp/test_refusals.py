@@ -108,6 +108,16 @@ def fails(_: nn.Parameter) -> Shard:
     raise KeyError("the user's own mistake")
 
 
+class Aliased(nn.Module):
+    """Two parameters, made of one tensor of 6 elements."""
+
+    def __init__(self, a: Callable[[torch.Tensor], torch.Tensor], b: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        memory = torch.arange(6.0).reshape(2, 3)
+        self.a, self.b = nn.Parameter(a(memory)), nn.Parameter(b(memory))
+
+
+ALIASED = r"parameters 'last\.a' and 'last\.b' are different objects that share memory: .*clone"
 HELD = r"attribute 'last\.cache' holds memory of parameter 'last\.weight'"
 REFUSALS = {
     "lazy": Refusal(lambda: nn.LazyLinear(3), ValueError, r"'last\.weight' is not initialised yet"),
@@ -150,6 +160,14 @@ REFUSALS = {
     "held as its data": Refusal(lambda: HeldTwice(lambda w: w.data), ValueError, HELD),
     "held as a view": Refusal(lambda: HeldTwice(lambda w: w[1:].unsqueeze(0)), ValueError, HELD),
     "held as a buffer": Refusal(lambda: HeldTwice(lambda w: nn.Buffer(w.detach())), ValueError, HELD),
+    "the same memory twice": Refusal(lambda: Aliased(lambda m: m, lambda m: m), ValueError, ALIASED),
+    "overlapping slices": Refusal(
+        lambda: Aliased(lambda m: m.view(6)[:4], lambda m: m.view(6)[3:]), ValueError, ALIASED
+    ),
+    "a matrix and one of its columns": Refusal(
+        lambda: Aliased(lambda m: m, lambda m: m[:, 1]), ValueError, ALIASED
+    ),
+    "a matrix and its transpose": Refusal(lambda: Aliased(lambda m: m, lambda m: m.t()), ValueError, ALIASED),
     "script": Refusal(
         lambda: torch.jit.script(nn.Linear(2, 2)), TypeError, r"module 'last' is a torch\.jit\.ScriptModule"
     ),
@@ -226,6 +244,31 @@ def test_what_is_refused_works_once_it_is_ignored():
             simple_fsdp(model, ignored_params=list(model.last.parameters()))
             assert isinstance(model.first.weight, DTensor)
             assert not any(isinstance(p, DTensor) for p in model.last.parameters())
+
+
+def test_memory_shared_with_an_ignored_parameter_is_refused():
+    with fake_process_group(0, 4):
+        model = Last(Aliased(lambda m: m, lambda m: m))
+        with unchanged(model), pytest.raises(ValueError, match=ALIASED):
+            simple_fsdp(model, ignored_params=[model.last.b])
+        simple_fsdp(model, ignored_params=[model.last.a, model.last.b])
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (lambda m: m[0], lambda m: m[1]),
+        (lambda m: m[:, :1], lambda m: m[:, 1:]),  # interleaved
+        (lambda m: m.view(6)[::2], lambda m: m.view(6)[1::2]),
+        (lambda m: m[:0], lambda m: m),
+    ],
+)
+def test_disjoint_parts_of_one_buffer_become_shards_of_their_own(a, b):
+    memory = torch.arange(6.0).reshape(2, 3)
+    with fake_process_group(0, 1):
+        model = simple_fsdp(Aliased(a, b))
+        assert torch.equal(model.a.to_local(), a(memory))
+        assert torch.equal(model.b.to_local(), b(memory))
 
 
 def test_a_second_wrap_is_refused_and_the_first_stays():
