@@ -40,6 +40,7 @@ __all__ = [
     "inductor_config",
     "is_collective_kernel",
     "is_opaque_kernel",
+    "is_reduction_kernel",
     "is_tangent",
     "is_wait_kernel",
     "lowered_graph",
@@ -257,6 +258,11 @@ def is_wait_kernel(snode: Any) -> bool:
 def is_opaque_kernel(snode: Any) -> bool:
     """Whether a scheduler node calls a library or a template rather than code generated for light operators."""
     return bool(snode.is_extern() or snode.is_template())
+
+
+def is_reduction_kernel(snode: Any) -> bool:
+    """Whether a scheduler node generates a sum or another reduction within this rank's tensors."""
+    return bool(snode.is_reduction())
 
 
 def origins(snode: Any) -> list[fx.Node]:

@@ -49,6 +49,9 @@ def kernels_stand_for_graph_nodes(monkeypatch, request):
     monkeypatch.setattr(_compat, "is_collective_kernel", lambda kernel: is_start(kernel.node))
     monkeypatch.setattr(_compat, "is_wait_kernel", lambda kernel: is_wait(kernel.node))
     monkeypatch.setattr(_compat, "is_opaque_kernel", lambda kernel: kernel.node.target is aten.mm.default)
+    monkeypatch.setattr(
+        _compat, "is_reduction_kernel", lambda kernel: kernel.node.target is aten.sum.dim_IntList
+    )
     monkeypatch.setattr(_compat, "origins", lambda kernel: [kernel.node])
     monkeypatch.setattr(_compat, "written_buffers", lambda kernel: [kernel.node.name])
     monkeypatch.setattr(_compat, "read_buffers", lambda kernel: kernel.needs)
