@@ -93,7 +93,7 @@ def apply_plan(graph: fx.Graph, program: Program, plan: Plan) -> list[fx.Node]:
         emission.release(region)
     rest = set(graph.nodes) - {*unread, graph.output_node()}
     order = emission.finish(node for node in graph.nodes if node in rest)
-    _put_in_order(graph, [*order, *reversed(unread), graph.output_node()])
+    put_in_order(graph, [*order, *reversed(unread), graph.output_node()])
     return unread
 
 
@@ -134,7 +134,8 @@ def is_planned(graph: fx.Graph) -> bool:
     return all(BUCKET_KEY in start.meta for start in fxg.starts(graph) if fxg.find_tag(start) is not None)
 
 
-def _put_in_order(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
+def put_in_order(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
+    """Move the nodes of a graph into an order that holds all of them, inputs first, output last."""
     previous: fx.Node | None = None
     for node in order:
         if previous is not None and previous.next is not node:

@@ -37,8 +37,8 @@ STACKS = {
         planners/build planners/keylists planners/instance planners/schedule planners/check planners/order
         planners/segment planners/bound planners/place planners/simple planners/exact planners/moves
         planners/search planners/auto
-        planners/explain planners/__init__
-        windows work report verify emission program reshard bucket inorder reorder
+        planners/explain planners/motion planners/__init__
+        windows work report verify emission program reshard bucket motion inorder reorder
         setups hooks install debug __init__
     """,
 }
