@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from .accumulate import no_sync
     from .api import register_forward_method, simple_fsdp
+    from .explainer import Report, Timeline, explain
     from .initialize import sharded_parameters
     from .optimizer import clip_grad_norm_
     from .policy import GradientSync, MixedPrecisionPolicy
@@ -26,7 +27,10 @@ __all__ = [
     "GradientSync",
     "MixedPrecisionPolicy",
     "PassConfig",
+    "Report",
+    "Timeline",
     "clip_grad_norm_",
+    "explain",
     "full_parameters",
     "full_state_dict",
     "load_full_state_dict",
@@ -40,7 +44,10 @@ _MODULES = {
     "GradientSync": ".policy",
     "MixedPrecisionPolicy": ".policy",
     "PassConfig": "inductor_passes.config",
+    "Report": ".explainer",
+    "Timeline": ".explainer",
     "clip_grad_norm_": ".optimizer",
+    "explain": ".explainer",
     "full_parameters": ".state",
     "full_state_dict": ".state",
     "load_full_state_dict": ".state",

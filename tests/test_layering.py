@@ -20,7 +20,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 STACKS = {
     "simplefsdp": """
         _compat policy mesh placement trail unshard regather parametrize
-        state initialize optimizer accumulate api __init__
+        state initialize optimizer accumulate api
+        explainer/facts explainer/schedule explainer/read explainer/lines explainer/capture explainer/world
+        explainer/table explainer/verdict explainer/trace_events explainer/draw explainer/page explainer/report
+        explainer/api explainer/__init__ __init__
         llama/config llama/model llama/checkpointing llama/flops llama/shards
         llama/sources llama/hf_config llama/hf llama/tokenizer llama/corpus llama/packing llama/data
         llama/agreement llama/options llama/rundir llama/launch llama/world llama/shutdown llama/peer_link llama/watch

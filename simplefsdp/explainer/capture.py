@@ -1,0 +1,189 @@
+"""Run the passes on the graphs of a model and keep what they saw and decided; nothing computes.
+
+Owns the imitation of a training compilation: joint graph, partition, forward graph, backward graph. The graphs come out
+as fake tensors would have it and are never executed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from inductor_passes._compat import is_tangent, min_cut_partition
+from inductor_passes.bucket import merge_waits
+from inductor_passes.costs.model import ProfileCostModel
+from inductor_passes.hooks import JointHook, PostGradHook
+from inductor_passes.planners import plan_collectives
+from inductor_passes.program import read_program
+from inductor_passes.setups import choose_setup
+from simplefsdp import _compat
+from simplefsdp.explainer.facts import GraphFacts, Memory
+from simplefsdp.explainer.lines import graph_lines
+from simplefsdp.explainer.read import Saved, read_contents, saved_values
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import fx
+
+    from inductor_passes.setups import Setup
+
+
+GRAPH_BREAK, RECOMPILE = "graph break", "recompile"
+
+
+@dataclasses.dataclass(frozen=True)
+class Dump:
+    """A graph before and after one pass, as normalised lines.
+
+    Args:
+        number: which of the model's graphs, from 0; more than one only after graph breaks.
+        name: "reshard" or "bucket".
+        graph: "joint", "forward", "backward" or "inference".
+    """
+
+    number: int
+    name: str
+    graph: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    failure: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Interruption:
+    """A place where compilation did not go through in one piece.
+
+    Args:
+        kind: `GRAPH_BREAK` or `RECOMPILE`.
+        place: "file.py:12".
+        reason: what Dynamo says.
+    """
+
+    kind: str
+    place: str
+    reason: str
+
+
+class Capture:
+    """A `torch.compile` backend that runs the passes and executes nothing.
+
+    Args:
+        setups: what the passes may choose from.
+        pinned: use the last setup for every tagged graph.
+
+    Attributes:
+        graphs: facts of every planned graph, in order of compilation.
+        dumps: each graph before and after each pass.
+        interruptions: graph breaks, in order.
+        compiled: number of graphs Dynamo handed over.
+    """
+
+    def __init__(self, setups: tuple[Setup, ...], pinned: bool = False) -> None:
+        self._setups, self._pinned = setups, pinned
+        self._joint = JointHook(setups, pinned)
+        self._post_grad = PostGradHook(setups, pinned)
+        self._saved: list[dict[str, Saved]] = []
+        self.graphs: list[GraphFacts] = []
+        self.dumps: list[Dump] = []
+        self.interruptions: list[Interruption] = []
+        self.compiled = 0
+        self._backend = _compat.training_backend(
+            fw_compiler=self._compiler("forward"),
+            bw_compiler=self._compiler("backward"),
+            inference_compiler=self._compiler("inference"),
+            partition_fn=self._partition,
+        )
+
+    def __call__(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.compiled += 1
+        found = _compat.find_graph_break(gm)
+        if found is not None:
+            self.interruptions.append(Interruption(GRAPH_BREAK, found[1], found[0]))
+        compiled: Callable[..., Any] = self._backend(gm, inputs)
+        return compiled
+
+    def _partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        self._run("joint", self._joint, joint.graph)
+        return min_cut_partition(joint, inputs, **kwargs)
+
+    def _compiler(self, kind: str) -> Callable[..., Any]:
+        def compile_graph(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+            if kind == "inference":
+                self._run("joint", self._joint, gm.graph)
+            self._plan(kind, gm.graph)
+            return _without_computing(gm)
+
+        return compile_graph
+
+    def _plan(self, kind: str, graph: fx.Graph) -> None:
+        setup = choose_setup(self._setups, graph, pinned=self._pinned)
+        if setup is None:
+            return
+        merge_waits(graph)
+        profile = setup.profile
+        program = read_program(
+            graph,
+            ProfileCostModel(profile),
+            profile.value("ranks_per_node"),
+            setup.config.blocks,
+            setup.config.memory_budget_bytes,
+        )
+        saved = self._find_saved(graph) if kind == "backward" else None
+        contents = read_contents(graph, program, saved)
+        if kind == "forward":
+            self._saved.append(saved_values(graph))
+        record = self._run(kind, self._post_grad, graph)
+        failure = "" if record is None else record.failure
+        if record is not None and record.items:
+            plan = record.items[0].plan
+        else:
+            plan = plan_collectives(program.problem, "none")
+        self.graphs.append(
+            GraphFacts(
+                kind, contents.regions, contents.values, contents.traffic, program.problem, plan, failure
+            )
+        )
+
+    def _find_saved(self, graph: fx.Graph) -> dict[str, Saved]:
+        """What the forward of a backward graph saved for it, and the gradients it starts from."""
+        inputs = list(graph.find_nodes(op="placeholder"))
+        names = {node.name for node in inputs}
+        best = max(self._saved, key=lambda saved: len(names & saved.keys()), default={})
+        tangents = {node.name: Saved(Memory.ACTIVATIONS, node.name) for node in inputs if is_tangent(node)}
+        return best | tangents
+
+    def _run(self, kind: str, hook: JointHook | PostGradHook, graph: fx.Graph) -> Any:
+        before, known = graph_lines(graph), len(hook.records)
+        hook(graph)
+        if len(hook.records) == known:
+            return None
+        record = hook.records[-1]
+        number = sum(dump.graph == kind for dump in self.dumps)
+        self.dumps.append(Dump(number, record.name, kind, before, graph_lines(graph), record.failure))
+        return record
+
+
+def _without_computing(gm: fx.GraphModule) -> Callable[..., Any]:
+    """A stand-in for a compiled graph that returns tensors of the right shapes."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    outputs = gm.graph.output_node().args[0]
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        given = dict(zip(inputs, args, strict=True))
+        return tuple(_outputs(outputs, given))
+
+    return run
+
+
+def _outputs(outputs: Any, given: dict[fx.Node, Any]) -> Iterator[Any]:
+    for node in outputs:
+        if node is None or not hasattr(node, "meta"):
+            yield node
+        elif node in given:
+            yield given[node]
+        else:
+            value = node.meta["val"]
+            yield value.detach() if isinstance(value, torch.Tensor) else value

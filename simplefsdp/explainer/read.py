@@ -1,0 +1,203 @@
+"""Read the facts off a graph that is about to be planned: names of regions, tensors and how long they live.
+
+Owns the walk over FX nodes. Must not know plans or times, and changes no graph.
+
+What counts as a tensor of its own memory: the result of a matrix product or attention, and whatever a fused kernel of
+light operators leaves for others, that is, results read outside their region. Views share the memory of what they view.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from inductor_passes import graph as fxg
+from inductor_passes import work
+from inductor_passes.plan import Role
+from simplefsdp.explainer.facts import BEFORE, Memory, Region, Traffic, Value
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torch import fx
+
+    from inductor_passes.program import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """Regions, values and traffic of a graph, as `GraphFacts` holds them."""
+
+    regions: tuple[Region, ...]
+    values: tuple[Value, ...]
+    traffic: tuple[Traffic, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """One tensor that a forward hands to backward; equal `owner` means shared memory."""
+
+    memory: Memory
+    owner: str
+
+
+def read_contents(graph: fx.Graph, program: Program, saved: Mapping[str, Saved] | None = None) -> Contents:
+    """Read regions, tensors and the memory of collectives.
+
+    Args:
+        graph: a forward, backward or inference graph with fake tensors.
+        program: the same graph, read for planning.
+        saved: of a backward graph, what its inputs are by name; inputs that are not in it were alive before and are
+            left out. None leaves out all inputs.
+
+    Returns:
+        The contents, with the numbers that `program` gives to regions and collectives.
+    """
+    nominal = work.nominal_size(graph)
+    region_of = {node: at for at, nodes in enumerate(program.regions) for node in nodes}
+    memory_of = _memory_of(graph, saved)
+    last_use = _last_uses(graph, region_of, memory_of, len(program.regions))
+    regions = tuple(_region(nodes, nominal) for nodes in program.regions)
+
+    sources: dict[fx.Node, list[int]] = {}
+    copies: list[bool] = []
+    for number, start in enumerate(program.starts):
+        source, copied = _source(start, region_of, memory_of)
+        copies.append(copied)
+        if source is not None:
+            sources.setdefault(source, []).append(number)
+
+    values: list[Value] = []
+    number_of: dict[fx.Node, int] = {}
+    for node, at in _tensors(graph, region_of, memory_of, saved):
+        sent = [program.problem.collectives[number] for number in sources.get(node, ())]
+        memory = Memory.ACTIVATIONS if at != BEFORE else (saved or {})[node.name].memory
+        if sent and all(item.role is Role.REDUCE for item in sent):
+            memory = Memory.GRADIENTS
+        dies = max(last_use.get(node, at), at, 0)
+        number_of[node] = len(values)
+        name = regions[at].module if at != BEFORE else node.name
+        values.append(Value(name, work.moved_bytes([node], nominal), memory, at, dies))
+
+    traffic = []
+    for number, (start, wait) in enumerate(zip(program.starts, program.waits, strict=True)):
+        source, _ = _source(start, region_of, memory_of)
+        slot = program.problem.collectives[number].latest_wait
+        is_gather = program.problem.collectives[number].role is not Role.REDUCE
+        used = last_use.get(wait, slot) if is_gather else len(regions)
+        traffic.append(
+            Traffic(
+                sent_bytes=work.moved_bytes([fxg.input_of(start)], nominal),
+                received_bytes=work.moved_bytes([start], nominal),
+                source=None if source is None else number_of.get(source),
+                copied=copies[number],
+                last_use=used,
+            )
+        )
+    return Contents(regions, tuple(values), tuple(traffic))
+
+
+def module_of(nodes: Iterable[fx.Node]) -> str:
+    """The module that most of the nodes were traced in; "" when none says."""
+    names = Counter(name for node in nodes if (name := fxg.module_fqn(node)))
+    return max(names, key=names.__getitem__) if names else ""
+
+
+def summary_of(nodes: Sequence[fx.Node]) -> str:
+    """What nodes compute, in a few words: the heavy operators, or the first light ones."""
+    heavy = [_short_name(node) for node in nodes if fxg.is_heavy(node)]
+    light = [_short_name(node) for node in nodes if not fxg.is_heavy(node) and not fxg.is_view(node)]
+    if heavy:
+        return "+".join(heavy)
+    names = list(dict.fromkeys(light))
+    return "+".join(names[:3]) + ("+..." if len(names) > 3 else "") if names else "views"
+
+
+def saved_values(graph: fx.Graph) -> dict[str, Saved]:
+    """What a forward graph hands to backward and made itself, by node name: gathered parameters and activations."""
+    memory_of = _memory_of(graph)
+    out = {}
+    for node in graph.output_node().all_input_nodes:
+        base = memory_of[node]
+        if base.op != "placeholder":
+            is_gather = fxg.is_wait(base) and fxg.find_tag(base) is not None
+            out[node.name] = Saved(Memory.GATHERED if is_gather else Memory.ACTIVATIONS, base.name)
+    return out
+
+
+def _region(nodes: Sequence[fx.Node], nominal: int) -> Region:
+    heavy = [node for node in nodes if fxg.is_heavy(node)]
+    module = module_of(heavy or nodes)
+    flops = sum(item.flops for item in work.kernels(nodes, nominal))
+    return Region(f"{module or 'model'} {summary_of(nodes)}", module, flops)
+
+
+def _short_name(node: fx.Node) -> str:
+    name = fxg.operator_name(node).rpartition("::")[2].lstrip("_")
+    return "attention" + ("_backward" if name.endswith("backward") else "") if "scaled_dot" in name else name
+
+
+def _memory_of(graph: fx.Graph, saved: Mapping[str, Saved] | None = None) -> dict[fx.Node, fx.Node]:
+    """The node whose memory each node's result lies in."""
+    out: dict[fx.Node, fx.Node] = {}
+    owners: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" and saved is not None and node.name in saved:
+            out[node] = owners.setdefault(saved[node.name].owner, node)
+            continue
+        is_view = fxg.is_view(node) and not fxg.is_getitem(node) and bool(node.all_input_nodes)
+        out[node] = out[node.all_input_nodes[0]] if is_view else node
+    return out
+
+
+def _last_uses(
+    graph: fx.Graph, region_of: Mapping[fx.Node, int], memory_of: Mapping[fx.Node, fx.Node], end: int
+) -> dict[fx.Node, int]:
+    """Last region that reads each memory, itself or through views; `end` for results of the graph."""
+    last: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        at = end if node.op == "output" else region_of.get(node, BEFORE)
+        if fxg.is_view(node) and not fxg.is_getitem(node):
+            continue
+        for source in node.all_input_nodes:
+            memory = memory_of[source]
+            last[memory] = max(last.get(memory, BEFORE), at)
+    return {node: at for node, at in last.items() if at != BEFORE}
+
+
+def _tensors(
+    graph: fx.Graph,
+    region_of: Mapping[fx.Node, int],
+    memory_of: Mapping[fx.Node, fx.Node],
+    saved: Mapping[str, Saved] | None,
+) -> Iterable[tuple[fx.Node, int]]:
+    """Nodes whose result takes memory of its own, with the region that makes it."""
+    outside: set[fx.Node] = set()  # memory that something outside of its own region reads
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            memory = memory_of[source]
+            if region_of.get(node, BEFORE) != region_of.get(memory, BEFORE):
+                outside.add(memory)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if saved is not None and node.name in saved and memory_of[node] is node and fxg.is_tensor(node):
+                yield node, BEFORE
+        elif node in region_of and memory_of[node] is node and fxg.is_tensor(node):
+            several = any(fxg.is_getitem(user) for user in node.users)
+            if not several and (fxg.is_heavy(node) or node in outside):
+                yield node, region_of[node]
+
+
+def _source(
+    start: fx.Node, region_of: Mapping[fx.Node, int], memory_of: Mapping[fx.Node, fx.Node]
+) -> tuple[fx.Node | None, bool]:
+    """The tensor of compute that a collective sends, None for a shard; and whether it sends a copy of it."""
+    node, copied = fxg.input_of(start), False
+    while node not in region_of and node.op != "placeholder" and not fxg.is_wait(node):
+        sources = [source for source in node.all_input_nodes if fxg.is_tensor(source)]
+        if not sources:
+            return None, True
+        copied = copied or not fxg.is_view(node)
+        node = sources[0]
+    return (memory_of[node] if node in region_of else None), copied

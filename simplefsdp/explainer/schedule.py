@@ -1,0 +1,316 @@
+"""From a graph's facts and a plan to a timeline: what runs when, on which row, and what memory holds meanwhile.
+
+Owns the placing of the plan's events in modelled time and the account of memory. Judges nothing and draws nothing.
+
+Times come from `inductor_passes.timeline.simulate`, which also judged the plan; memory follows the same order:
+
+* a tensor of compute is held from the region that makes it to the last that reads it;
+* a gather holds its result from its start to the last use. A bucket of several holds its buffer from start to wait,
+  and the parameters copied out of it from then on;
+* a reduction holds its input from its start (a bucket or a cast is a copy; the gradient it copies is free then) to
+  its wait, and the reduced gradient from then to the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from inductor_passes.plan import ISSUE, Plan, Role
+from inductor_passes.timeline import Compute, ExposureReason, Node, Start, Wait, simulate
+from simplefsdp.explainer.facts import BEFORE, GraphFacts, Memory
+
+COMPUTE_ROW = "compute"
+EXPOSURE_REASONS = tuple(reason for reason in ExposureReason if reason is not ExposureReason.HIDDEN)
+
+
+class Activity(str, enum.Enum):
+    """What a span of a timeline shows."""
+
+    COMPUTE = "compute"
+    COPY = "copy into or out of a bucket"
+    EXPOSED = "waiting for communication"
+    GATHER = "gather"
+    REDUCE = "reduction"
+    OTHER = "other communication"
+
+
+_ACTIVITY = {Role.GATHER: Activity.GATHER, Role.REDUCE: Activity.REDUCE, Role.FIXED: Activity.OTHER}
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Something that takes time on one row of a timeline.
+
+    Args:
+        row: `COMPUTE_ROW`, or the label of a process group.
+        activity: what it is.
+        name: the region, or the members of the bucket.
+        begin_ns: from the start of the graph.
+        end_ns: from the start of the graph.
+        bucket: the bucket it belongs to, if any.
+    """
+
+    row: str
+    activity: Activity
+    name: str
+    begin_ns: int
+    end_ns: int
+    bucket: int | None = None
+
+    @property
+    def duration_ns(self) -> int:
+        """Its length."""
+        return self.end_ns - self.begin_ns
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPoint:
+    """Bytes held from `time_ns` to the next point, by use, in the order of `Memory`."""
+
+    time_ns: int
+    by_use: tuple[int, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all uses together."""
+        return sum(self.by_use)
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveTime:
+    """When one bucket was issued, ran and was waited for, and how long it blocked compute; ns from the start."""
+
+    issued_ns: int
+    begin_ns: int
+    end_ns: int
+    waited_ns: int
+    exposed_ns: int
+    reason: ExposureReason
+    blocker: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """The modelled schedule of one graph.
+
+    Args:
+        kind: "forward", "backward" or "inference".
+        spans: what runs, by row and time.
+        memory: the memory curve; the resident parameters, buffers and optimizer states are not in it.
+        buckets: when each bucket of the plan travelled.
+        step_ns: modelled time of the graph.
+        compute_ns: modelled time in which the compute row is busy.
+    """
+
+    kind: str
+    spans: tuple[Span, ...]
+    memory: tuple[MemoryPoint, ...]
+    buckets: tuple[CollectiveTime, ...]
+    step_ns: int
+    compute_ns: int
+
+    @property
+    def exposed_ns(self) -> int:
+        """Modelled time in which the compute row waits."""
+        return self.step_ns - self.compute_ns
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Compute first, then the process groups in the order in which they first communicate."""
+        return tuple(dict.fromkeys([COMPUTE_ROW, *(span.row for span in self.spans)]))
+
+    @property
+    def peak(self) -> MemoryPoint:
+        """The point of the memory curve where most is held."""
+        return max(self.memory, key=lambda point: point.total_bytes)
+
+
+def make_timeline(facts: GraphFacts, plan: Plan | None = None) -> Timeline:
+    """Place a graph's schedule in modelled time.
+
+    Args:
+        facts: the graph.
+        plan: a plan for `facts.problem`; None takes the one the passes made.
+
+    Returns:
+        The timeline; its `step_ns` is the plan's.
+    """
+    layout = _Layout(facts, facts.plan if plan is None else plan)
+    result = simulate(layout.nodes)
+    ends = [*result.begin_ns[1:], result.step_ns]
+    timing = {item.collective: item for item in result.collectives}
+    spans: list[Span] = []
+    for node, label, begin, end in zip(layout.nodes, layout.labels, result.begin_ns, ends, strict=True):
+        if isinstance(node, Compute) and node.duration_ns:
+            activity = Activity.COMPUTE if label.bucket is None else Activity.COPY
+            spans.append(
+                Span(COMPUTE_ROW, activity, label.name, begin, begin + node.duration_ns, label.bucket)
+            )
+        elif isinstance(node, Start):
+            item = timing[node.collective]
+            role = facts.problem.collectives[layout.plan.buckets[node.collective].members[0]].role
+            spans.append(
+                Span(node.group, _ACTIVITY[role], label.name, item.begin_ns, item.end_ns, node.collective)
+            )
+        elif isinstance(node, Wait) and end > begin:
+            spans.append(Span(COMPUTE_ROW, Activity.EXPOSED, label.name, begin, end, node.collective))
+    buckets = tuple(
+        CollectiveTime(
+            item.issued_ns,
+            item.begin_ns,
+            item.end_ns,
+            item.waited_ns,
+            item.exposed_ns,
+            item.reason,
+            item.blocker,
+        )
+        for _, item in sorted(timing.items())
+    )
+    return Timeline(
+        facts.kind,
+        tuple(sorted(spans, key=lambda span: (span.row != COMPUTE_ROW, span.begin_ns))),
+        _memory_curve(facts, layout, result.begin_ns, result.step_ns),
+        buckets,
+        result.step_ns,
+        result.compute_ns,
+    )
+
+
+def bucket_name(facts: GraphFacts, plan: Plan, bucket: int, most: int = 3) -> str:
+    """The members of a bucket, shortened: "all_gather layers.0.wq.weight + 8 more"."""
+    members = plan.buckets[bucket].members
+    items = [facts.problem.collectives[number] for number in members]
+    shown = [item.name for item in items[:most]] if len(items) <= most else [items[0].name]
+    rest = f" + {len(items) - 1} more" if len(items) > most else ""
+    return f"{items[0].key.kind} {' + '.join(shown)}{rest}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Label:
+    name: str
+    bucket: int | None = None
+
+
+class _Layout:
+    """The nodes of a plan for the simulator, and where among them things happen.
+
+    Attributes:
+        nodes: as `inductor_passes.planners.schedule.expand` makes them; a copy kernel stands also where it takes no
+            time, so that memory has a place to change.
+        labels: what each node is.
+        region_at: position of each region.
+        packed_at: position where each bucket's input is ready; that of its start if nothing is copied.
+        started_at, waited_at: positions of each bucket's start and wait.
+        unpacked_at: position after which a bucket's buffer is no longer read.
+    """
+
+    def __init__(self, facts: GraphFacts, plan: Plan) -> None:
+        self.facts, self.plan = facts, plan
+        self.nodes: list[Node] = []
+        self.labels: list[_Label] = []
+        self.region_at: list[int] = []
+        count = len(plan.buckets)
+        self.packed_at, self.started_at = [0] * count, [0] * count
+        self.waited_at, self.unpacked_at = [0] * count, [0] * count
+        names = [bucket_name(facts, plan, bucket) for bucket in range(count)]
+        problem = facts.problem
+        for event in plan.events:
+            self._regions_before(event.slot)
+            bucket = event.bucket
+            items = [problem.collectives[number] for number in plan.buckets[bucket].members]
+            several = len(items) > 1
+            label = _Label(names[bucket], bucket)
+            if event.action == ISSUE:
+                copy = sum(item.copy_in_ns for item in items) if several else 0
+                if several:
+                    self._add(Compute(copy + problem.kernel_ns if copy else 0), label)
+                self.packed_at[bucket] = max(len(self.nodes) - 1, 0) if several else len(self.nodes)
+                duration = problem.alpha_ns[items[0].key] + sum(item.transfer_ns for item in items)
+                self.started_at[bucket] = len(self.nodes)
+                self._add(Start(bucket, items[0].key.group, duration, problem.issue_ns), label)
+            else:
+                self.waited_at[bucket] = len(self.nodes)
+                self._add(Wait(bucket), label)
+                copy = sum(item.copy_out_ns for item in items) if several else 0
+                if several:
+                    self._add(Compute(copy + problem.kernel_ns if copy else 0), label)
+                self.unpacked_at[bucket] = len(self.nodes) - 1
+        self._regions_before(len(facts.regions))
+
+    def _regions_before(self, slot: int) -> None:
+        while len(self.region_at) < slot:
+            region = len(self.region_at)
+            self.region_at.append(len(self.nodes))
+            self._add(Compute(self.facts.problem.region_ns[region]), _Label(self.facts.regions[region].name))
+
+    def _add(self, node: Node, label: _Label) -> None:
+        self.nodes.append(node)
+        self.labels.append(label)
+
+
+class _Account:
+    """Changes of memory by position: what appears when a node begins, what goes when it has ended."""
+
+    def __init__(self, nodes: int) -> None:
+        self._last = nodes
+        self._uses = {use: number for number, use in enumerate(Memory)}
+        self.changes = [[0] * len(self._uses) for _ in range(2 * nodes + 2)]
+
+    def hold(self, use: Memory, size_bytes: int, begin: int, end: int) -> None:
+        """Hold bytes from the start of node `begin` to the end of node `end`; `end` past the last is for good."""
+        number = self._uses[use]
+        self.changes[2 * begin][number] += size_bytes
+        if end < self._last:
+            self.changes[2 * end + 1][number] -= size_bytes
+
+
+def _memory_curve(
+    facts: GraphFacts, layout: _Layout, begin_ns: tuple[int, ...], step_ns: int
+) -> tuple[MemoryPoint, ...]:
+    after = len(layout.nodes)
+    account = _Account(after)
+    positions = [*layout.region_at, after]
+    source_free: dict[int, int] = {}
+    for bucket, item in enumerate(layout.plan.buckets):
+        several = len(item.members) > 1
+        start, wait, unpacked = (
+            layout.started_at[bucket],
+            layout.waited_at[bucket],
+            layout.unpacked_at[bucket],
+        )
+        for number in item.members:
+            traffic = facts.traffic[number]
+            role = facts.problem.collectives[number].role
+            packed = several or traffic.copied
+            if packed:
+                account.hold(Memory.COMMUNICATION, traffic.sent_bytes, layout.packed_at[bucket], wait)
+            if traffic.source is not None:
+                free = layout.packed_at[bucket] if packed else wait
+                source_free[traffic.source] = max(source_free.get(traffic.source, 0), free)
+            last_use = max(positions[traffic.last_use], unpacked)
+            if role is Role.GATHER and not several:
+                account.hold(Memory.GATHERED, traffic.received_bytes, start, last_use)
+            elif role is Role.GATHER:
+                account.hold(Memory.GATHERED, traffic.received_bytes, start, unpacked)
+                account.hold(Memory.GATHERED, traffic.received_bytes, unpacked, last_use)
+            else:
+                use = Memory.GRADIENTS if role is Role.REDUCE else Memory.ACTIVATIONS
+                account.hold(use, traffic.received_bytes, start, last_use)
+    for number, value in enumerate(facts.values):
+        begin = 0 if value.born == BEFORE else positions[value.born]
+        end = max(begin, positions[value.dies], source_free.get(number, 0))
+        account.hold(value.memory, value.size_bytes, begin, end)
+    points: list[MemoryPoint] = []
+    held = [0] * len(Memory)
+    times = [*begin_ns, step_ns]
+    for position in range(after + 1):
+        for phase in (0, 1):
+            change = account.changes[2 * position + phase]
+            held = [now + delta for now, delta in zip(held, change, strict=True)]
+            if any(change) or not points:
+                time_ns = times[min(position + phase, after)]
+                if points and points[-1].time_ns == time_ns and points[-1].total_bytes <= sum(held):
+                    points.pop()
+                points.append(MemoryPoint(time_ns, tuple(held)))
+    return tuple(points)

@@ -1,0 +1,93 @@
+"""The one line that says whether a schedule is good, and what to change.
+
+Owns the sums over graphs and the choice of advice. Must not know graphs or how a plan was found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from inductor_passes.timeline import ExposureReason
+from simplefsdp.explainer.facts import GraphFacts
+from simplefsdp.explainer.schedule import Timeline, bucket_name
+
+NEGLIGIBLE_SHARE = 0.01
+"""Exposed time below this share of the step is not worth advice."""
+GIB = 2**30
+
+ADVICE = {
+    ExposureReason.FIRST: "nothing computes before it; less data would help (lower precision, smaller sharding group)",
+    ExposureReason.LAST: "nothing computes after it; only less data or a faster link would help",
+    ExposureReason.QUEUED: "communication is the bottleneck there: more tokens per rank or a smaller sharding factor",
+    ExposureReason.SHORT: (
+        "too little compute to hide it: more tokens per rank, more memory budget, or a smaller sharding factor"
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Sums over all graphs of a step; everything is modelled.
+
+    Args:
+        step_ns: forward and backward.
+        bound_ns: what no plan can beat.
+        exposed_ns: time in which compute waits for communication.
+        peak_bytes: most bytes held beside parameters, buffers and optimizer states.
+        change: what to change, "" when nothing is worth it.
+        profile: name of the hardware profile.
+    """
+
+    step_ns: int
+    bound_ns: int
+    exposed_ns: int
+    peak_bytes: int
+    change: str
+    profile: str
+
+    def __str__(self) -> str:
+        share = self.exposed_ns / self.step_ns if self.step_ns else 0.0
+        text = (
+            f"modelled on {self.profile}: step {self.step_ns / 1e6:.3f} ms, lower bound {self.bound_ns / 1e6:.3f} ms, "
+            f"{share:.1%} exposed, peak {self.peak_bytes / GIB:.2f} GiB beside parameters and optimizer"
+        )
+        return f"{text}; {self.change or 'nothing worth changing'}"
+
+
+def make_verdict(graphs: Sequence[GraphFacts], timelines: Sequence[Timeline], profile: str) -> Verdict:
+    """Judge the graphs of one step.
+
+    Args:
+        graphs: forward, backward, more after graph breaks.
+        timelines: theirs.
+        profile: name of the hardware profile.
+    """
+    step = sum(timeline.step_ns for timeline in timelines)
+    exposed = sum(timeline.exposed_ns for timeline in timelines)
+    return Verdict(
+        step_ns=step,
+        bound_ns=sum(facts.plan.lower_bound.time_ns for facts in graphs),
+        exposed_ns=exposed,
+        peak_bytes=max((timeline.peak.total_bytes for timeline in timelines), default=0),
+        change=_advice(graphs, timelines, step),
+        profile=profile,
+    )
+
+
+def _advice(graphs: Sequence[GraphFacts], timelines: Sequence[Timeline], step_ns: int) -> str:
+    failed = [facts for facts in graphs if facts.failure]
+    if failed:
+        return f"the passes left the {failed[0].kind} graph alone: {failed[0].failure}"
+    worst = [
+        (time.exposed_ns, at, bucket)
+        for at, timeline in enumerate(timelines)
+        for bucket, time in enumerate(timeline.buckets)
+        if time.exposed_ns
+    ]
+    if not worst or sum(item[0] for item in worst) < NEGLIGIBLE_SHARE * step_ns:
+        return ""
+    exposed_ns, at, bucket = max(worst, key=lambda item: (item[0], -item[1], -item[2]))
+    facts, reason = graphs[at], timelines[at].buckets[bucket].reason
+    name = bucket_name(facts, facts.plan, bucket, most=1)
+    return f"{facts.kind} {name} {exposed_ns / 1e6:.3f} ms exposed: {ADVICE[reason]}"
