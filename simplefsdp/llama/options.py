@@ -14,10 +14,12 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args, get_type_hints
+from typing import Literal, TypeVar, get_args, get_type_hints
 
 from simplefsdp.llama.config import get_config
 from simplefsdp.llama.sources import DataError, find_files
+
+OptionsT = TypeVar("OptionsT")
 
 INSTALL_HINT = "pip install 'simplefsdp[train]'"
 
@@ -250,6 +252,17 @@ def parse(argv: list[str], *, prog: str) -> TrainOptions:
     Raises:
         UsageError: one line on what is wrong with the arguments.
     """
+    options = parse_as(TrainOptions, argv, prog=prog)
+    options.check()
+    return options
+
+
+def parse_as(kind: type[OptionsT], argv: list[str], *, prog: str) -> OptionsT:
+    """The same for any dataclass of options, without the checks that only it knows.
+
+    Raises:
+        UsageError: one line on what is wrong with the arguments.
+    """
     try:
         import tyro
     except ImportError:
@@ -258,13 +271,11 @@ def parse(argv: list[str], *, prog: str) -> TrainOptions:
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            options = tyro.cli(TrainOptions, prog=prog, args=argv, config=(tyro.conf.DisallowNone,))
+            return tyro.cli(kind, prog=prog, args=argv, config=(tyro.conf.DisallowNone,))
     except SystemExit as stop:
         if not stop.code:
             raise
         raise UsageError(f"{_one_line(complaint.getvalue())} (see {prog} --help)") from None
-    options.check()
-    return options
 
 
 def _one_line(box: str) -> str:
