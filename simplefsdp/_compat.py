@@ -48,6 +48,7 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "version",
+    "while_tracing",
 ]
 
 
@@ -121,6 +122,29 @@ def in_backward() -> bool:
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Have the autograd engine call `callback()` once the running backward has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def while_tracing(callback: Callable[[Any], None], subject: Any) -> None:
+    """In code that Dynamo traces: run `callback(subject)` now, once per trace, on the real object.
+
+    Nothing of it gets into the graph, and no guard depends on what it reads. Does nothing outside of tracing.
+
+    Args:
+        callback: a module-level function.
+        subject: an object that Dynamo reads as one of a user-defined class.
+    """
+    # Not at import: torch._dynamo takes seconds, and compiled code alone comes here. Checked on torch 2.13.
+    from torch._dynamo.comptime import comptime
+
+    comptime(_call_back)
+
+
+def _call_back(context: Any) -> None:
+    callback, subject = (
+        context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+        for name in ("callback", "subject")
+    )
+    callback.realize().get_function()(subject.realize().value)
 
 
 def is_compiled_module(module: torch.nn.Module) -> bool:

@@ -42,7 +42,11 @@ def find_slot(param: torch.Tensor) -> Slot | None:
 @functools.cache
 def watch_optimizers() -> None:
     """Install the step hook, once per process."""
-    register_optimizer_step_pre_hook(_before_step)
+    # Under torch.compile(optimizer.step) the hook runs as it is, between two graphs: it communicates at the first step
+    # and may exchange parameters. torch's own step breaks the graph too (fullgraph=True fails on plain parameters).
+    register_optimizer_step_pre_hook(
+        torch.compiler.disable(_before_step, reason="simple_fsdp checks the optimizer before its step")
+    )
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -72,7 +76,9 @@ def _check_trails(optimizer: Optimizer) -> None:
             slot = find_slot(param)
             if slot is not None and slot.wrap.trail is not None:
                 trail, slot.wrap.trail = slot.wrap.trail, None
-                trail.check_equal(slot.wrap.dp.mesh)
+                trail.check_equal(
+                    slot.wrap.dp.mesh, [s.fqn for s in slot.wrap.slots if s.param.grad is not None]
+                )
 
 
 def _retarget(optimizer: Optimizer, original: torch.Tensor, slot: Slot) -> torch.Tensor:

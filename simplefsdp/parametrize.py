@@ -322,6 +322,8 @@ def _read(module: nn.Module, name: str) -> Any:
         return param
     slot = state.slots[name]
     spec = slot.spec
+    if compiling:
+        _compat.while_tracing(_note_traced_read, slot)
     key = None
     if not compiling and state.reads is not None:
         key = (
@@ -348,6 +350,11 @@ def _read(module: nn.Module, name: str) -> Any:
         if key is not None and state.reads is not None:
             state.reads[key] = full
     return full
+
+
+def _note_traced_read(slot: Slot) -> None:
+    if slot.wrap.trail is not None:
+        slot.wrap.trail.record_traced(slot)
 
 
 def _tag(name: str, wrap: WrapState, spec: ShardSpec) -> dict[str, Any]:

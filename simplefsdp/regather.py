@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -133,6 +134,16 @@ def _unpack(packed: Any) -> torch.Tensor:
     return packed.make() if isinstance(packed, _View | _DTensorView) else packed
 
 
+@functools.cache
+def _hooks() -> tuple[Callable[[_Forward, torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """Pack and unpack, out of Dynamo's sight.
+
+    A layer of torch.nn that is compiled by itself runs eagerly (torch skips its own files, 2.11 to 2.14): the hooks
+    would be the first frames that Dynamo compiles, and cannot.
+    """
+    return torch.compiler.disable(_Forward.pack), torch.compiler.disable(_unpack)
+
+
 _current: ContextVar[_Forward | None] = ContextVar("simplefsdp_forward", default=None)
 
 
@@ -160,8 +171,9 @@ def forward_scope() -> Iterator[None]:
         return
     forward = _Forward()
     token = _current.set(forward)
+    pack, unpack = _hooks()
     try:
-        with torch.autograd.graph.saved_tensors_hooks(forward.pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(functools.partial(pack, forward), unpack):
             yield
     finally:
         _current.reset(token)

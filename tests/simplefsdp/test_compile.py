@@ -74,6 +74,15 @@ def test_equal_blocks_compile_once_and_never_again(world_of_four):
     assert counter.frame_count == 1
 
 
+def test_a_layer_that_torch_does_not_compile_by_itself_runs(world_of_four):
+    """torch skips its own `forward`s: nothing of ours, such as hooks of saved tensors, may be compiled instead."""
+    model = simple_fsdp(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)))
+    for layer in model:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    model(torch.ones(2, 3)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_two_policies_on_one_class_compile_apart(world_of_four):
     model = nn.Sequential(Block(), Block())
     simple_fsdp(model[0], mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32))

@@ -7,11 +7,13 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor
 
 from simplefsdp import clip_grad_norm_, simple_fsdp
 from tests.helpers.meshes import mesh
-from tests.simplefsdp.models import batch, loss_of, make_net
+from tests.helpers.worlds import fake_process_group
+from tests.simplefsdp.models import Block, batch, loss_of, make_net
 
 
 def _reference(world: int, make_optimizer, steps: int = 3) -> list[torch.Tensor]:
@@ -173,19 +175,82 @@ class Fork(nn.Module):
         return self.a(x) if left else self.b(x)
 
 
-def _apart(rank: int, world: int):
-    model = simple_fsdp(Fork(), mesh(world))
+def _apart(rank: int, world: int, backend: str | None, shape: tuple[int, ...]) -> str:
+    model = simple_fsdp(Fork(), mesh(*shape))
+    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.ones(1, 2), left=rank == 0).sum().backward()
+    run(torch.ones(1, 2), left=rank == 0).sum().backward()
     with pytest.raises(RuntimeError) as error:
         optimizer.step()
     return str(error.value)
 
 
-def test_ranks_that_use_different_parameters_are_told_at_the_first_step(workers):
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_ranks_that_use_different_parameters_are_told_at_the_first_step(workers, backend):
     """Equal shapes let the collectives pair up: without the check, a silent wrong gradient."""
-    for message in workers(2).run(_apart):
+    for message in workers(2).run(_apart, backend, (2,)):
         assert "rank 0: gather of 'a.weight', rank 1: gather of 'b.weight'" in message
+
+
+def test_all_ranks_of_a_hybrid_mesh_are_told(workers):
+    """The ranks that agree with their own replica and shard group must not wait for those that do not."""
+    for message in workers(4).run(_apart, None, (2, 2)):
+        assert "rank 0: gather of 'a.weight', rank 1: gather of 'b.weight', rank 2: gather of 'b" in message
+
+
+def _other_of_two_equal_blocks(rank: int, world: int) -> str:
+    """Both blocks run the code that was compiled for the first one, so only the gradients tell them apart."""
+    model = simple_fsdp(nn.ModuleList([Block() for _ in range(3)]), mesh(world))
+    for block in model:
+        block.compile(backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[1 + rank](model[0](torch.ones(1, 12, requires_grad=True))).sum().backward()
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_equal_blocks_that_share_code_are_told_apart(workers):
+    for message in workers(2).run(_other_of_two_equal_blocks):
+        assert "rank 0: gradient of '1.norm.weight', rank 1: gradient of '2.norm.weight'" in message
+
+
+def _unlike_code(rank: int, world: int) -> None:
+    """Rank 0 compiles twice and in one graph, rank 1 breaks the graph: the same parameters in the same order."""
+    model = simple_fsdp(make_net(layers=1), mesh(world))
+    if rank == 1:
+        model.blocks[0].register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    run = torch.compile(model, backend="aot_eager", dynamic=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for micro in range(2):
+        tokens = batch(0, rank)
+        loss_of(run, tokens[:, : 5 - micro * (1 - rank)]).backward()
+    optimizer.step()
+
+
+def test_ranks_may_compile_differently_as_long_as_they_use_the_same(workers):
+    workers(2).run(_unlike_code)
+
+
+def test_a_compiled_step_trains_the_same_without_a_warning():
+    """The optimizer is built before wrapping: the hook exchanges its parameters before the compiled code runs."""
+    trained = []
+    with fake_process_group(0, 1):
+        for compiled in (False, True):
+            model = make_net(layers=1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            counter = CompileCounter()
+            step = torch.compile(optimizer.step, backend=counter) if compiled else optimizer.step
+            simple_fsdp(model)
+            for i in range(3):
+                optimizer.zero_grad()
+                loss_of(model, batch(i, 0)).backward()
+                step()
+            assert (counter.op_count > 0) is compiled
+            trained.append([p.to_local().clone() for p in model.parameters()])
+    torch._dynamo.reset()
+    for ours, expected in zip(*trained, strict=True):
+        torch.testing.assert_close(ours, expected)
 
 
 def _hooks(rank: int, world: int):
