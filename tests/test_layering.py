@@ -30,6 +30,7 @@ STACKS = {
         llama/state_markers llama/train_state llama/checkpoint_files llama/checkpoint
         llama/clock llama/schedule llama/metrics llama/display llama/plot llama/reporter
         llama/build llama/trainer llama/train llama/__init__
+        explainer/hardware explainer/target explainer/wrapping explainer/trace_errors explainer/command
         cli
     """,
     "inductor_passes": """
@@ -40,8 +41,9 @@ STACKS = {
         planners/build planners/keylists planners/instance planners/schedule planners/check planners/order
         planners/segment planners/bound planners/place planners/simple planners/exact planners/moves
         planners/search planners/auto
-        planners/explain planners/motion planners/__init__
-        windows work report verify emission program reshard bucket motion inorder reorder
+        planners/explain planners/tasks planners/hold planners/motion planners/__init__
+        windows work report verify emission program reshard bucket motion motion_kernels
+        inorder reorder
         setups hooks install debug __init__
     """,
 }

@@ -80,12 +80,17 @@ def read_contents(graph: fx.Graph, program: Program, saved: Mapping[str, Saved] 
         name = regions[at].module if at != BEFORE else node.name
         values.append(Value(name, work.moved_bytes([node], nominal), memory, at, dies))
 
+    forwarded = {}  # reductions whose result only goes into another one (HSDP): held until that starts
+    for number, start in enumerate(program.starts):
+        wait = _sent_wait(start, region_of)
+        if wait is not None:
+            forwarded[wait] = program.problem.collectives[number].earliest_issue
     traffic = []
     for number, (start, wait) in enumerate(zip(program.starts, program.waits, strict=True)):
         source, _ = _source(start, region_of, memory_of)
         slot = program.problem.collectives[number].latest_wait
         is_gather = program.problem.collectives[number].role is not Role.REDUCE
-        used = last_use.get(wait, slot) if is_gather else len(regions)
+        used = last_use.get(wait, slot) if is_gather else forwarded.get(wait, len(regions))
         traffic.append(
             Traffic(
                 sent_bytes=work.moved_bytes([fxg.input_of(start)], nominal),
@@ -187,6 +192,16 @@ def _tensors(
             several = any(fxg.is_getitem(user) for user in node.users)
             if not several and (fxg.is_heavy(node) or node in outside):
                 yield node, region_of[node]
+
+
+def _sent_wait(start: fx.Node, region_of: Mapping[fx.Node, int]) -> fx.Node | None:
+    """The wait of the collective whose result a collective sends, if it sends one."""
+    node = fxg.input_of(start)
+    while node not in region_of and node.op != "placeholder" and node.all_input_nodes:
+        if fxg.is_wait(node):
+            return node
+        node = node.all_input_nodes[0]
+    return None
 
 
 def _source(
