@@ -20,9 +20,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from . import _compat
-from .parametrize import Slot, WrapState, wrap_states
+from .parametrize import wrap_states
 from .placement import contiguous_stride
 from .policy import GradientSync
+from .slots import Slot, WrapState
 from .unshard import reduce_gradient
 
 __all__ = ["no_sync"]
@@ -70,8 +71,8 @@ def _start_accumulating(wrap: WrapState, stage: GradientSync) -> None:
 
 
 def _make_accumulator(wrap: WrapState, slot: Slot) -> torch.Tensor | None:
-    param = slot.param
-    if not (param.is_floating_point() or param.is_complex()):
+    param = slot.find_param()
+    if param is None or not (param.is_floating_point() or param.is_complex()):
         return None
     shape = slot.spec.shape if slot.stage is GradientSync.NONE else _local_shape(slot)
     leaf = (
@@ -94,7 +95,7 @@ def _reduce_accumulated(wrap: WrapState) -> None:
     with torch.no_grad():
         for slot in wrap.slots:
             leaf = slot.accumulator
-            if leaf is None or leaf.grad is None:
+            if leaf is None or leaf.grad is None or slot.find_param() is None:
                 continue
             grad, leaf.grad = leaf.grad, None
             local = reduce_gradient(grad, _local_shape(slot), slot.spec, slot.stage, GradientSync.FULL)

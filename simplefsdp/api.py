@@ -17,9 +17,10 @@ from inductor_passes.config import PassConfig
 from . import _compat, regather
 from .mesh import DataParallelMesh, make_mesh
 from .optimizer import find_slot, mark_sharded, watch_optimizers
-from .parametrize import ModuleState, Slot, WrapState, install, is_wrapped, module_state, wrapped_class
+from .parametrize import install, is_wrapped, module_state, wrapped_class
 from .placement import ShardPlacementFn, make_spec
 from .policy import check_mp_policy
+from .slots import ModuleState, Slot, WrapState
 from .state import shard_incoming_state
 
 __all__ = ["register_forward_method", "simple_fsdp"]
@@ -68,7 +69,10 @@ def simple_fsdp(
     _check_inner_wraps(module)
     dp = make_mesh(mesh, sharding_factor)
     ignored = _ids_of(ignored_params)
-    wrap = WrapState(dp, policy)
+    wrap = WrapState(dp, policy, module)
+    wrap.ignored = {
+        name: param for name, param in module.named_parameters(remove_duplicate=False) if id(param) in ignored
+    }
 
     # First decide and allocate everything, then change the module: a failure leaves it as it was.
     slots: dict[int, tuple[nn.Parameter, nn.Parameter, Slot]] = {}

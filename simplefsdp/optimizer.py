@@ -17,11 +17,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from . import _compat
-from .parametrize import Slot
+from .census import check_complete
+from .slots import Slot, WrapState
 
 __all__ = ["clip_grad_norm_", "mark_sharded", "watch_optimizers"]
 
 _MARK = "_simplefsdp_slot"
+_SEEN = "_simplefsdp_seen"
+"""Optimizer attribute: how many plain parameters, and which models, it had when they were looked at."""
 
 
 def mark_sharded(original: torch.Tensor, sharded: nn.Parameter, slot: Slot) -> None:
@@ -50,13 +53,16 @@ def watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    _check_trails(optimizer)
+    wraps: dict[int, WrapState] = {}
+    plain = 0
     for group in optimizer.param_groups:
         params = group["params"]
         for index, param in enumerate(params):
             slot = find_slot(param)
             if slot is None:
+                plain += 1
                 continue
+            wraps[id(slot.wrap)] = slot.wrap
             if not isinstance(param, DTensor) or slot.spec.tensor_parallel is not None:
                 params[index] = _retarget(optimizer, param, slot)
             if slot.accumulator is not None and slot.accumulator.grad is not None:
@@ -67,18 +73,25 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # torch's multi-tensor loops cannot mix DTensors of several meshes, or DTensors and plain tensors.
         if group.get("foreach", False) is None and not group.get("fused") and _is_mixed(params):
             group["foreach"] = False
+    _check_models(optimizer, list(wraps.values()), plain)
 
 
-def _check_trails(optimizer: Optimizer) -> None:
-    """At the first step of a wrapped model: did all ranks use the same parameters in the same order?"""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            slot = find_slot(param)
-            if slot is not None and slot.wrap.trail is not None:
-                trail, slot.wrap.trail = slot.wrap.trail, None
-                trail.check_equal(
-                    slot.wrap.dp.mesh, [s.fqn for s in slot.wrap.slots if s.param.grad is not None]
-                )
+def _check_models(optimizer: Optimizer, wraps: list[WrapState], plain: int) -> None:
+    """Look at the models that an optimizer trains: at its first step, and again when it got other parameters."""
+    seen = (plain, [id(wrap) for wrap in wraps])
+    if vars(optimizer).get(_SEEN) == seen:
+        return
+    for wrap in wraps:
+        check_complete(wrap)
+        if wrap.trail is not None:
+            trail, wrap.trail = wrap.trail, None
+            trail.check_equal(wrap.dp.mesh, [slot.fqn for slot in wrap.slots if _has_gradient(slot)])
+    setattr(optimizer, _SEEN, seen)
+
+
+def _has_gradient(slot: Slot) -> bool:
+    param = slot.find_param()
+    return param is not None and param.grad is not None
 
 
 def _retarget(optimizer: Optimizer, original: torch.Tensor, slot: Slot) -> torch.Tensor:

@@ -13,150 +13,22 @@ instance, so equal modules share a class and compiled code, and modules of one c
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from . import _compat, regather
-from .mesh import DataParallelMesh
-from .placement import ShardSpec, stored_as, to_sharded
+from .census import check_complete
+from .placement import ShardSpec
 from .policy import GradientSync
-from .trail import Trail
-from .unshard import traced_unshard, unshard
+from .slots import STATE, ModuleState, Slot, WrapState
+from .unshard import unshard
 
-__all__ = ["ShardedModule", "Slot", "WrapState", "is_wrapped", "slots_of", "wrapped_class"]
-
-_STATE = "_simplefsdp"
-"""Name of the instance attribute that holds a module's ModuleState."""
-
-
-class Slot:
-    """One sharded parameter, wherever it is registered: tied modules share the slot.
-
-    Attributes:
-        spec: how to unshard it.
-        mesh, placements: of the stored DTensor.
-        shard_rank: this rank's position in the shard group.
-        traced: the unshard as torch.compile sees it.
-        accumulator: a leaf that collects gradients while they are not fully reduced, or None. It has the gradient's
-            shape and no memory of its own (stride 0); its `.grad` is the memory.
-        stage: how far gradients in the accumulator are reduced.
-        owner: the first module that the parameter is registered on, under `spec.name`.
-        fqn: the parameter's name from the root of the `simple_fsdp` call, for messages.
-        wrap: what all parameters of that call share.
-    """
-
-    def __init__(
-        self,
-        spec: ShardSpec,
-        mesh: DeviceMesh,
-        placements: tuple[Placement, ...],
-        shard_rank: int,
-        owner: nn.Module,
-        fqn: str,
-        wrap: WrapState,
-    ) -> None:
-        self.spec, self.mesh, self.placements, self.shard_rank = spec, mesh, placements, shard_rank
-        self.owner, self.fqn, self.wrap = owner, fqn, wrap
-        self.traced = traced_unshard(spec)
-        self.accumulator: torch.Tensor | None = None
-        self.stage = GradientSync.FULL
-
-    @property
-    def param(self) -> nn.Parameter:
-        """The sharded parameter as it is registered now."""
-        param = self.owner._parameters[self.spec.name]
-        assert param is not None
-        return param
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
-        new = Slot(self.spec, self.mesh, self.placements, self.shard_rank, self.owner, self.fqn, self.wrap)
-        memo[id(self)] = new
-        new.owner = copy.deepcopy(self.owner, memo)
-        new.wrap = copy.deepcopy(self.wrap, memo)
-        return new
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "traced": None, "accumulator": None, "stage": GradientSync.FULL}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, traced=traced_unshard(state["spec"]))
-
-    def shard_full(self, full: torch.Tensor, device: torch.device | None = None) -> DTensor:
-        """The stored form of an unsharded tensor."""
-        return to_sharded(full, self.spec, self.mesh, self.placements, self.shard_rank, device)
-
-    def follow_dtype(self, dtype: torch.dtype) -> None:
-        """Take over the dtype that the stored parameter was converted to."""
-        if dtype != self.spec.storage_dtype:
-            self.spec = stored_as(self.spec, dtype, self.wrap.mp_policy)
-            self.traced = traced_unshard(self.spec)
-            self.accumulator = None
-
-    @property
-    def full_shape(self) -> tuple[int, ...]:
-        """Global shape: that of the original parameter."""
-        tp = self.spec.tensor_parallel
-        return self.spec.shape if tp is None else tp.shape
-
-
-@dataclasses.dataclass
-class WrapState:
-    """Shared by all modules of one `simple_fsdp` call.
-
-    Attributes:
-        dp: the data-parallel mesh.
-        mp_policy: precision of inputs and outputs of the root.
-        sync: how far the next backward reduces gradients.
-        accumulating: whether gradients go to accumulators, since a backward that did not fully reduce.
-        reduction_queued: whether the running backward will reduce the accumulators when it ends.
-        raw_depth: number of open `sharded_parameters` contexts; attribute reads give shards while it is positive.
-        slots: every sharded parameter, in registration order.
-        passes_key: names the PassConfig in the tags that the passes read.
-        trail: the reads and reductions up to the first optimizer step, which compares them between ranks; then None.
-    """
-
-    dp: DataParallelMesh
-    mp_policy: MixedPrecisionPolicy
-    sync: GradientSync = GradientSync.FULL
-    accumulating: bool = False
-    reduction_queued: bool = False
-    raw_depth: int = 0
-    slots: tuple[Slot, ...] = ()
-    passes_key: str = ""
-    trail: Trail | None = dataclasses.field(default_factory=Trail)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WrapState:
-        new = WrapState(self.dp, self.mp_policy, passes_key=self.passes_key)
-        memo[id(self)] = new
-        new.slots = copy.deepcopy(self.slots, memo)
-        return new
-
-
-@dataclasses.dataclass
-class ModuleState:
-    """What one wrapped module knows.
-
-    Attributes:
-        slots: its parameters by attribute name.
-        wrap: what it shares with the modules of the same `simple_fsdp` call.
-        is_root: whether it was the argument of that call.
-        reads: in eager mode, the unsharded tensors that the running call of this module has read, so that code which
-            reads a parameter many times (an LSTM does) gathers it once; None outside of a call.
-    """
-
-    slots: dict[str, Slot]
-    wrap: WrapState
-    is_root: bool
-    reads: dict[Any, torch.Tensor] | None = None
+__all__ = ["ShardedModule", "is_wrapped", "module_state", "slots_of", "wrap_states", "wrapped_class"]
 
 
 class ShardedModule:
@@ -171,13 +43,17 @@ class ShardedModule:
     _simplefsdp_names: tuple[str, ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        state: ModuleState = self.__dict__[_STATE]
+        state: ModuleState = self.__dict__[STATE]
         policy = state.wrap.mp_policy
         if state.is_root and policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = _cast_floating((args, kwargs), policy.param_dtype)
         if torch.compiler.is_compiling():
+            if state.is_root:
+                _compat.while_tracing(check_complete, state.wrap)
             out = super().__call__(*args, **kwargs)  # type: ignore[misc]
         else:
+            if state.is_root and not state.wrap.complete and torch.is_grad_enabled():
+                check_complete(state.wrap)
             outer, state.reads = state.reads, {}
             try:
                 with regather.forward_scope():
@@ -189,11 +65,21 @@ class ShardedModule:
         return out
 
     def __setattr__(self, name: str, value: Any) -> None:
-        slot = self.__dict__[_STATE].slots.get(name) if _STATE in self.__dict__ else None
+        slot = self.__dict__[STATE].slots.get(name) if STATE in self.__dict__ else None
+        if isinstance(value, nn.Module | nn.Parameter):
+            _expect_additions(self)
         if slot is None or value is None:
             super().__setattr__(name, value)
         else:
             _assign(self, name, slot, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        _expect_additions(self)
+        super().add_module(name, module)  # type: ignore[misc]
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        _expect_additions(self)
+        super().register_parameter(name, param)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """What `to`, `bfloat16`, `cpu`, `to_empty` and the like run on every module: slots follow the new dtype.
@@ -201,7 +87,7 @@ class ShardedModule:
         Raises:
             RuntimeError: gradients wait for their reduction in the old dtype; nothing is changed then.
         """
-        state: ModuleState = self.__dict__[_STATE]
+        state: ModuleState = self.__dict__[STATE]
         _check_convertible(state.wrap)
         parameters: dict[str, nn.Parameter | None] = self._parameters  # type: ignore[attr-defined]
         # torch exchanges the contents of DTensor parameters with those of a new one, their attributes included.
@@ -228,7 +114,7 @@ def is_wrapped(module: nn.Module) -> bool:
 
 def module_state(module: nn.Module) -> ModuleState:
     """The state of a wrapped module."""
-    state: ModuleState = module.__dict__[_STATE]
+    state: ModuleState = module.__dict__[STATE]
     return state
 
 
@@ -279,7 +165,7 @@ def install(module: nn.Module, state: ModuleState, parameters: dict[str, nn.Para
     module._parameters.update(parameters)
     if isinstance(module, nn.RNNBase):
         module.__dict__.pop("_flat_weights", None)
-    module.__dict__[_STATE] = state
+    module.__dict__[STATE] = state
     module.__class__ = wrapped_class(type(module), tuple(state.slots))
 
 
@@ -315,7 +201,7 @@ def _read(module: nn.Module, name: str) -> Any:
     # Not a DTensor: None, or a tensor that somebody put there for a while (functional_call, full_parameters).
     if not isinstance(param, DTensor):
         return param
-    state: ModuleState = module.__dict__[_STATE]
+    state: ModuleState = module.__dict__[STATE]
     wrap = state.wrap
     compiling = torch.compiler.is_compiling()
     if wrap.raw_depth > 0 or not (compiling or regather.in_forward()):
@@ -390,6 +276,11 @@ def _assign(module: Any, name: str, slot: Slot, value: Any) -> None:
         _compat.local_tensor(param).copy_(_compat.local_tensor(slot.shard_full(value)))
     if isinstance(value, nn.Parameter):
         param.requires_grad_(value.requires_grad)
+
+
+def _expect_additions(module: ShardedModule) -> None:
+    if STATE in module.__dict__:  # not yet while it is unpickled
+        module.__dict__[STATE].wrap.complete = False
 
 
 def _check_convertible(wrap: WrapState) -> None:

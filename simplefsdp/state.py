@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from . import _compat
-from .parametrize import Slot, module_state, slots_of
+from .parametrize import module_state, slots_of
+from .slots import Slot
 from .unshard import gather
 
 __all__ = ["full_parameters", "full_state_dict", "load_full_state_dict", "shard_incoming_state"]
