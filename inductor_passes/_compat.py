@@ -27,6 +27,7 @@ __all__ = [
     "PassChain",
     "SchedulerSettings",
     "aot_autograd_backend",
+    "buffer_lifetimes",
     "evaluate",
     "fake_result",
     "find_flop_formula",
@@ -45,6 +46,7 @@ __all__ = [
     "is_wait_kernel",
     "lowered_graph",
     "min_cut_partition",
+    "order_only_buffers",
     "origins",
     "peak_bytes",
     "read_buffers",
@@ -281,6 +283,19 @@ def read_buffers(snode: Any) -> list[str]:
     return [dependency.name for dependency in snode.unmet_dependencies]
 
 
+def order_only_buffers(snode: Any) -> list[str]:
+    """Names of buffers that must be written before a scheduler node runs for no other reason than a wish for order.
+
+    torch orders collectives so: each after the one before it. Once the collective before is one in place, that name
+    stands for the buffer as its *wait* leaves it, and the order becomes one after the other's end. Torch before 2.13
+    may not mark such dependencies; there are none then.
+    """
+    wished: dict[str, bool] = {}
+    for dependency in snode.unmet_dependencies:
+        wished[dependency.name] = wished.get(dependency.name, True) and getattr(dependency, "is_fake", False)
+    return [name for name, only in wished.items() if only]
+
+
 def lowered_graph() -> fx.Graph:
     """The graph that TorchInductor is compiling at this moment."""
     from torch._inductor.virtualized import V
@@ -293,8 +308,47 @@ def lowered_graph() -> fx.Graph:
 def peak_bytes(snodes: list[Any]) -> int | None:
     """Peak of live bytes when scheduler nodes run in this order; None where torch cannot say.
 
-    `torch._inductor.memory` is not a public interface; its estimate is a check here, and no plan depends on it.
+    `torch._inductor.memory` is not a public interface; its estimate is a check here.
     """
+    planned = _plan_memory(snodes)
+    return None if planned is None else int(planned[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class BufferLifetime:
+    """Memory that scheduler nodes share: who allocates it (None: it is an input), who reads it last of all."""
+
+    size_bytes: int
+    writer: Any
+    readers: tuple[Any, ...]
+    kept: bool
+
+
+def buffer_lifetimes(snodes: list[Any]) -> list[BufferLifetime] | None:
+    """The buffers that scheduler nodes write and the inputs they may free; None where torch cannot say."""
+    from torch._inductor.virtualized import V
+
+    planned = _plan_memory(snodes)
+    if planned is None:
+        return None
+    kept = set(V.graph.get_output_names())
+    known = set(snodes)
+    buffers = [(buffer, snode) for snode in snodes for buffer in snode.get_outputs()]
+    buffers += [(buffer, None) for buffer in planned[1].values()]
+    return [
+        BufferLifetime(
+            int(buffer.mpi_buffer.size_free),
+            writer,
+            tuple(reader for reader in buffer.mpi_buffer.succ_nodes if reader in known),
+            buffer.get_name() in kept,
+        )
+        for buffer, writer in buffers
+        if buffer.mpi_buffer.size_free
+    ]
+
+
+def _plan_memory(snodes: list[Any]) -> tuple[int, dict[str, Any]] | None:
+    """Peak of live bytes in this order, and the inputs that may be freed; notes lifetimes on the buffers."""
     from torch._inductor.virtualized import V
     from torch.utils._ordered_set import OrderedSet
 
@@ -302,7 +356,7 @@ def peak_bytes(snodes: list[Any]) -> int | None:
         from torch._inductor.memory import prepare_planning_info
 
         scheduler = snodes[0].scheduler
-        peak, _ = prepare_planning_info(
+        planned: tuple[int, dict[str, Any]] = prepare_planning_info(
             snodes,
             scheduler.name_to_buf,
             scheduler.name_to_fused_node,
@@ -311,7 +365,7 @@ def peak_bytes(snodes: list[Any]) -> int | None:
         )
     except (ImportError, AttributeError, TypeError):
         return None
-    return int(peak)
+    return planned
 
 
 _OVERLAP_FLAG = "reorder_for_compute_comm_overlap"

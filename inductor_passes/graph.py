@@ -42,6 +42,8 @@ _KINDS = {
     "_c10d_functional::all_to_all_single": "all_to_all",
     "_c10d_functional::broadcast": "broadcast",
 }
+# What TorchInductor makes of a collective between the graph passes and the scheduler, if nothing else reads its input.
+_LOWERED_KINDS = {"_c10d_functional::all_reduce_": ALL_REDUCE}
 _UNSAFE_VIEWS = ("aten::_unsafe_view", "aten::reshape")
 _WAIT = "_c10d_functional::wait_tensor"
 # Namespaces whose operators talk to other ranks. Whatever in them is not named above is opaque to the passes.
@@ -96,6 +98,14 @@ def is_start(node: fx.Node) -> bool:
     return find_kind(node) is not None
 
 
+def is_lowered_start(node: fx.Node) -> bool:
+    """Whether the node starts a collective that the passes understand after lowering, where in-place ones join.
+
+    In a graph an in-place collective is a barrier: nothing there says who may not read its input afterwards.
+    """
+    return is_start(node) or operator_name(node) in _LOWERED_KINDS
+
+
 def is_wait(node: fx.Node) -> bool:
     """Whether the node waits for a collective."""
     return operator_name(node) == _WAIT
@@ -126,12 +136,12 @@ def find_wait(start: fx.Node) -> fx.Node | None:
 
 
 def get_kind(start: fx.Node) -> str:
-    """The kind of a collective start.
+    """The kind of a collective start, before or after lowering.
 
     Raises:
         ValueError: the node starts no collective.
     """
-    kind = find_kind(start)
+    kind = find_kind(start) or _LOWERED_KINDS.get(operator_name(start))
     if kind is None:
         raise ValueError(f"{start.format_node()} starts no collective")
     return kind
@@ -206,7 +216,7 @@ def size_bytes(node: fx.Node) -> int:
 
 def full_bytes(start: fx.Node) -> int:
     """Bytes of the unsharded side of a collective: an all-gather's output, the input of any other."""
-    return size_bytes(start) if find_kind(start) == ALL_GATHER else size_bytes(input_of(start))
+    return size_bytes(start) if get_kind(start) == ALL_GATHER else size_bytes(input_of(start))
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -253,6 +263,11 @@ def param_fqn(node: fx.Node) -> str:
         return ""
     module = module_fqn(node)
     return f"{module}.{tag.param}" if module else tag.param
+
+
+def describe(node: fx.Node) -> str:
+    """The operator a node calls and the module it was traced in, for people: "mm of layers.0.wq"."""
+    return f"{operator_name(node).rpartition('::')[2] or node.op} of {module_fqn(node) or 'no module'}"
 
 
 def tangent_closure(graph: fx.Graph) -> set[fx.Node]:

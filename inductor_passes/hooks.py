@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,7 +21,8 @@ from inductor_passes.motion import MotionReport, read_motion
 from inductor_passes.plan import Plan, Role
 from inductor_passes.planners import plan_collectives
 from inductor_passes.planners.check import check_plan
-from inductor_passes.planners.motion import check_motion, plan_motion
+from inductor_passes.planners.motion import plan_motion
+from inductor_passes.planners.tasks import check_motion
 from inductor_passes.program import Program, read_program
 from inductor_passes.reorder import reorder_pass
 from inductor_passes.report import PassRecord, PlanReport, schedule_lines
@@ -131,7 +133,20 @@ class JointHook(GraphHook):
 
     hook = "joint_custom_post_pass"
 
+    def __init__(self, setups: tuple[Setup, ...], pinned: bool = False) -> None:
+        super().__init__(setups, pinned)
+        self._meshes: deque[weakref.ref[Any]] = deque(maxlen=_KEPT_RECORDS)
+
+    def uuid(self) -> Any:
+        """See `Hook.uuid`. TorchInductor asks for it right before it computes the key of a graph's cache entry."""
+        for mesh in filter(None, (reference() for reference in self._meshes)):
+            _compat.forget_hash(mesh)
+        return super().uuid()
+
     def run(self, graph: fx.Graph, setup: Setup) -> None:
+        known = [reference() for reference in self._meshes]
+        new = (mesh for mesh in _compat.find_meshes(graph) if all(mesh is not item for item in known))
+        self._meshes.extend(map(weakref.ref, new))
         name_collectives(graph, setup.key)
         self.guarded("reshard", "joint", graph, lambda _: reshard_pass(graph, setup.config.reshard))
 
@@ -207,7 +222,7 @@ def _plan_moved(
     reading = read_motion(graph, ProfileCostModel(setup.profile), setup.profile.value("ranks_per_node"))
     budget = setup.config.memory_budget_bytes
     motion = plan_motion(reading.problem, None if budget is None else budget // 2)
-    if not motion.moved:
+    if motion.is_found_order:
         return program, plan, reading.report(motion)
     check_motion(reading.problem, motion.order)
     front = [node for node in found if node.op in ("placeholder", "get_attr")]
@@ -256,6 +271,7 @@ class ReorderHook(Hook):
                 ProfileCostModel(setup.profile),
                 setup.profile.value("ranks_per_node"),
                 setup.config.memory_budget_bytes,
+                setup.config.move_compute,
             )
             items = (report,)
         except Exception as error:

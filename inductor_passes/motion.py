@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 from inductor_passes import _compat, work
 from inductor_passes import graph as fxg
 from inductor_passes.plan import Role
-from inductor_passes.planners.motion import Buffer, Kind, Mobility, Motion, MotionProblem, Outcome, Task
+from inductor_passes.planners.motion import Motion
+from inductor_passes.planners.tasks import Buffer, Kind, Mobility, MotionProblem, Outcome, Task
 from inductor_passes.program import find_floating, make_problem, role_of
 from inductor_passes.windows import Window
 
@@ -53,7 +54,7 @@ class MotionReport:
     kept: str = ""
 
     def __str__(self) -> str:
-        if not self.moved:
+        if self.before == self.after:
             return f"compute motion: nothing to gain; {self.before.exposed_ns / 1e6:.3f} ms exposed"
         saved = f"{self.before.exposed_ns / 1e6:.3f} -> {self.after.exposed_ns / 1e6:.3f} ms exposed"
         peak = f"{self.before.peak_bytes / 2**20:.1f} -> {self.after.peak_bytes / 2**20:.1f} MiB at the peak"
@@ -100,7 +101,7 @@ def report_motion(
         if kind is Kind.START:
             flying.append(task)
         elif kind is Kind.WAIT:
-            flying.remove(problem.starts_of(task)[0])
+            flying.remove(problem.start_of(task))
         elif task in moved:
             under = ", ".join(f"{labels[start]} {number_of[start]}" for start in flying) or "nothing"
             lines[task] = f"{labels[task]}, {problem.tasks[task].duration_ns / 1e3:.1f} us, under {under}"
@@ -138,7 +139,7 @@ def read_motion(graph: fx.Graph, cost: CostModel, ranks_per_node: int) -> Motion
             group, length = lengths[node]
             tasks.append(Task(Kind.START, length, needed, group=group))
         elif fxg.is_wait(node) and node.all_input_nodes[0] in fixed:
-            tasks.append(Task(Kind.WAIT, 0, needed))
+            tasks.append(Task(Kind.WAIT, 0, needed, start=number_of[node.all_input_nodes[0]]))
         elif is_barrier or fxg.is_random(node):
             tasks.append(Task(Kind.COMPUTE, times[number], needed, Mobility.PINNED))
         elif node in floating:
@@ -236,8 +237,4 @@ def _buffers(graph: fx.Graph, number_of: dict[fx.Node, int], floating: set[fx.No
 
 
 def _label(node: fx.Node) -> str:
-    kind = fxg.find_kind(node)
-    if kind is not None:
-        return kind
-    operator = fxg.operator_name(node).rpartition("::")[2]
-    return f"{operator} of {fxg.module_fqn(node) or 'no module'}"
+    return fxg.find_kind(node) or fxg.describe(node)

@@ -4,7 +4,8 @@ It owns the reading of scheduler nodes and the permutation. It must not know how
 removes and fuses nothing.
 
 TorchInductor reorders kernels for memory after the graph passes, and so undoes part of their placing. This pass runs
-last. Compute stays in the order it finds; collectives keep their order among each other, which torch has frozen; the
+last. Compute stays in the order it finds, unless it may move under collectives that stay exposed (`motion_kernels`);
+collectives keep their order among each other, which torch has frozen; the
 kernels that only pack for a start or unpack after a wait travel with them::
 
     pack, pack, start, mm, mm, wait, unpack, mm      found
@@ -20,7 +21,11 @@ from inductor_passes import _compat, work
 from inductor_passes import graph as fxg
 from inductor_passes.emission import Emission
 from inductor_passes.inorder import plan_in_order, plan_of
+from inductor_passes.motion import MotionReport, report_motion
+from inductor_passes.motion_kernels import Timed, label_kernels, read_kernels
 from inductor_passes.plan import ISSUE, Plan, PlanningProblem, Role
+from inductor_passes.planners.motion import plan_motion
+from inductor_passes.planners.tasks import check_motion
 from inductor_passes.program import make_problem, role_of
 from inductor_passes.report import PlanReport
 from inductor_passes.verify import VerificationError, check_same_order
@@ -64,17 +69,24 @@ class ReorderReport:
     found: Plan
     placed: PlanReport
     kept: str
+    motion: MotionReport | None = None
 
     def __str__(self) -> str:
         outcome = f"order kept: {self.kept}" if self.kept else "order changed"
-        return (
+        head = (
             f"{outcome}; modelled {self.found.step_ns / 1e6:.3f} ms before, "
-            f"{self.placed.plan.step_ns / 1e6:.3f} ms after\n  {self.placed}"
+            f"{self.placed.plan.step_ns / 1e6:.3f} ms after"
         )
+        motion = "" if self.motion is None else f"\n  {self.motion}"
+        return f"{head}{motion}\n  {self.placed}"
 
 
 def reorder_pass(
-    snodes: Sequence[Any], cost: CostModel, ranks_per_node: int, memory_budget_bytes: int | None
+    snodes: Sequence[Any],
+    cost: CostModel,
+    ranks_per_node: int,
+    memory_budget_bytes: int | None,
+    move_compute: bool = False,
 ) -> tuple[list[Any], ReorderReport]:
     """Find the final order of scheduler nodes.
 
@@ -83,6 +95,7 @@ def reorder_pass(
         cost: prices of compute and communication.
         ranks_per_node: ranks that share a node, in the whole job.
         memory_budget_bytes: bound on bytes in flight, None for none.
+        move_compute: move compute under collectives that are not ours to prefetch.
 
     Returns:
         A permutation of `snodes`, the same order where none is better, and what was decided.
@@ -94,25 +107,84 @@ def reorder_pass(
     plan = plan_in_order(schedule.problem)
     if plan is None:
         raise VerificationError("a collective must start before one that stands before it can")
-    report = PlanReport(schedule.problem, plan)
-    if plan.step_ns > schedule.found.step_ns:
-        return list(snodes), ReorderReport(schedule.found, report, "it is shorter than the best one known")
+    motion: MotionReport | None = None
+    if move_compute:
+        moved, motion = move_kernels(schedule)
+        if moved is not None:
+            held = max(0, motion.after.peak_bytes - motion.before.peak_bytes) if motion else 0
+            left = None if memory_budget_bytes is None else memory_budget_bytes - held
+            candidate = read_schedule(moved, cost, ranks_per_node, left)
+            order, report = _finish(
+                schedule, candidate, plan_in_order(candidate.problem), memory_budget_bytes
+            )
+            if not report.kept and report.placed.plan.step_ns < plan.step_ns:
+                return order, dataclasses.replace(report, motion=motion)
+            kept = report.kept or "with all collectives the step is not shorter"
+            motion = None if motion is None else dataclasses.replace(motion, kept=kept)
+    order, report = _finish(schedule, schedule, plan, memory_budget_bytes)
+    return order, dataclasses.replace(report, motion=motion)
+
+
+def _finish(
+    found: Schedule, schedule: Schedule, plan: Plan | None, memory_budget_bytes: int | None
+) -> tuple[list[Any], ReorderReport]:
+    """The order of a plan, or the order found where that is shorter or holds too much memory.
+
+    Args:
+        found: the scheduler nodes in the order found.
+        schedule: the same nodes in the order that was planned.
+        plan: a plan for `schedule`; None where there is none.
+        memory_budget_bytes: by how much the peak of live bytes may rise, None for no bound.
+    """
+    report = PlanReport(schedule.problem, plan or schedule.found)
+    snodes = list(found.snodes)
+    if plan is None:
+        return snodes, ReorderReport(found.found, report, "the order of the collectives cannot be kept")
+    if plan.step_ns > found.found.step_ns:
+        return snodes, ReorderReport(found.found, report, "it is shorter than the best one known")
     order = permutation(schedule, plan)
-    check_schedule(schedule, order)
+    check_schedule(found, order)
     if memory_budget_bytes is not None:
-        before, after = _compat.peak_bytes(list(snodes)), _compat.peak_bytes(order)
+        before, after = _compat.peak_bytes(snodes), _compat.peak_bytes(order)
         if before is not None and after is not None and after > before + memory_budget_bytes:
             kept = f"the peak would rise from {before} to {after} bytes, by more than the budget"
-            return list(snodes), ReorderReport(schedule.found, report, kept)
-    return order, ReorderReport(schedule.found, report, "")
+            return snodes, ReorderReport(found.found, report, kept)
+    return order, ReorderReport(found.found, report, "")
+
+
+def move_kernels(schedule: Schedule) -> tuple[list[Any] | None, MotionReport | None]:
+    """Move compute under collectives that are not ours to prefetch.
+
+    Half of the memory budget may go into holding compute back.
+
+    Returns:
+        The nodes in the new order, None where no order is shorter, and the report, None where nothing may move.
+    """
+    timed = {
+        start: Timed(item.key.group, schedule.problem.alpha_ns[item.key] + item.transfer_ns, wait)
+        for start, wait, item in zip(
+            schedule.starts, schedule.waits, schedule.problem.collectives, strict=True
+        )
+        if item.role is Role.FIXED
+    }
+    times = dict(zip(schedule.anchored, schedule.problem.region_ns, strict=True))
+    problem = read_kernels(schedule.snodes, schedule.inputs, times, timed) if timed else None
+    if problem is None:
+        return None, None
+    budget = schedule.problem.memory_budget_bytes
+    motion = plan_motion(problem, None if budget is None else budget // 2)
+    report = report_motion(problem, motion, label_kernels(schedule.snodes))
+    if motion.is_found_order:
+        return None, report
+    check_motion(problem, motion.order)
+    return [schedule.snodes[number] for number in motion.order], report
 
 
 def read_schedule(
     snodes: Sequence[Any], cost: CostModel, ranks_per_node: int, memory_budget_bytes: int | None
 ) -> Schedule:
     """Read scheduler nodes as a planning problem. Arguments as of `reorder_pass`."""
-    writer = {name: snode for snode in snodes for name in _compat.written_buffers(snode)}
-    inputs = {snode: _inputs(snode, writer) for snode in snodes}
+    inputs = _inputs(snodes)
     wait_of = {
         source: snode
         for snode in snodes
@@ -205,14 +277,37 @@ def check_schedule(schedule: Schedule, order: list[Any]) -> None:
         raise VerificationError("the order of the collectives changed")
 
 
-def _inputs(snode: Any, writer: dict[str, Any]) -> tuple[Any, ...]:
-    sources = (writer.get(name) for name in _compat.read_buffers(snode))
-    return tuple(dict.fromkeys(item for item in sources if item is not None and item is not snode))
+def _inputs(snodes: Sequence[Any]) -> dict[Any, tuple[Any, ...]]:
+    """What each node needs to have run before; of a collective that is also the one before it.
+
+    See `_compat.order_only_buffers` for the dependencies that are left out in exchange.
+    """
+    writer = {name: snode for snode in snodes for name in _compat.written_buffers(snode)}
+    inputs: dict[Any, tuple[Any, ...]] = {}
+    before: list[Any] = []
+    for snode in snodes:
+        names = _compat.read_buffers(snode)
+        sources = [writer[name] for name in names if name in writer]
+        if _compat.is_collective_kernel(snode):
+            wished = set(_compat.order_only_buffers(snode))
+            sources = [
+                writer[name]
+                for name in names
+                if name in writer and not (name in wished and _is_comm(writer[name]))
+            ]
+            sources += before
+            before = [snode]
+        inputs[snode] = tuple(dict.fromkeys(item for item in sources if item is not snode))
+    return inputs
+
+
+def _is_comm(snode: Any) -> bool:
+    return _compat.is_collective_kernel(snode) or _compat.is_wait_kernel(snode)
 
 
 def _find_start(snode: Any) -> fx.Node | None:
     """The graph node of a collective's start, None for a collective that the passes do not understand."""
-    candidates = [node for node in _compat.origins(snode) if fxg.is_start(node)]
+    candidates = [node for node in _compat.origins(snode) if fxg.is_lowered_start(node)]
     return candidates[0] if len(candidates) == 1 and fxg.find_wait(candidates[0]) is not None else None
 
 

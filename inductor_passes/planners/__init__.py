@@ -1,6 +1,8 @@
 """How plans are found: pure functions from a planning problem to a plan.
 
-Owns the entry point, :func:`plan_collectives`. A stack of small files, each importing only those before it:
+Owns the entry point, :func:`plan_collectives`. Moving compute is a problem of its own (``tasks``, ``hold``,
+``motion``), with an entry point of its own, ``plan_motion``. A stack of small files, each importing only those
+before it:
 ``keylists`` and ``instance`` (what may share a bucket), ``order`` (policies for the order), ``place`` (when),
 ``segment``, ``moves`` (bucketings worth trying), ``exact``, ``search``, ``simple``, ``auto`` (the planners),
 ``bound``, ``schedule``, ``explain``, ``check`` (what it costs, and why). None of them knows graphs or torch.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from inductor_passes.planners.motion import Kind, MotionProblem, is_anchor
+from inductor_passes.planners.tasks import Kind, MotionProblem, is_anchor
 
 
 def all_orders(problem: MotionProblem) -> Iterator[tuple[int, ...]]:
@@ -37,7 +37,7 @@ def price(problem: MotionProblem, order: tuple[int, ...]) -> tuple[int, int, int
         elif task.kind is Kind.START:
             ends[number] = free_at[task.group] = max(now, free_at.get(task.group, 0)) + task.duration_ns
         else:
-            (start,) = (source for source in task.inputs if problem.tasks[source].kind is Kind.START)
+            start = problem.start_of(number)
             idle += max(0, ends[start] - now)
             now = max(now, ends[start])
     end = max([now, *ends.values()])
