@@ -49,6 +49,7 @@ __all__ = [
     "tree_map_only",
     "version",
     "while_tracing",
+    "write_count",
 ]
 
 
@@ -112,6 +113,11 @@ def storage_id(tensor: torch.Tensor) -> int:
 def version(tensor: DTensor) -> tuple[int, int]:
     """Counts in-place writes: ops on a DTensor move its own counter, writes to the local tensor the local one's."""
     return tensor._version, tensor._local_tensor._version
+
+
+def write_count(tensor: torch.Tensor) -> int:
+    """Counts in-place writes to a plain tensor; 0 under inference mode, whose tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def in_backward() -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import functools
+import types
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -294,8 +297,8 @@ def _check_no_stale_references(
                 continue
             if attribute == "_flat_weights" and isinstance(owner, nn.RNNBase):
                 continue  # `install` replaces it
-            for item in _compat.tree_leaves(list(value) if isinstance(value, set) else value):
-                fqn = stored.get(_compat.storage_id(item)) if isinstance(item, torch.Tensor) else None
+            for item in _tensors_in(value):
+                fqn = stored.get(_compat.storage_id(item))
                 if fqn is not None:
                     where = f"{prefix}.{attribute}" if prefix else attribute
                     raise ValueError(
@@ -303,6 +306,33 @@ def _check_no_stale_references(
                         "sharding would leave the unsharded original there. Use nn.ParameterList or nn.ParameterDict, "
                         "read the parameter by its name, or list it in ignored_params"
                     )
+
+
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Tensors in a value, its containers, and what the functions in it have bound."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        for item in _compat.tree_leaves(waiting.pop()):
+            if isinstance(item, torch.Tensor):
+                yield item
+            elif id(item) not in seen:
+                seen.add(id(item))
+                waiting += _bound_in(item)
+
+
+def _bound_in(item: object) -> list[object]:
+    if isinstance(item, set | frozenset):
+        return [list(item)]
+    if isinstance(item, functools.partial):
+        return [item.func, item.args, item.keywords]
+    if not isinstance(item, types.FunctionType):
+        return []
+    cells = []
+    for cell in item.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a variable without a value yet
+            cells.append(cell.cell_contents)
+    return [*cells, item.__defaults__, item.__kwdefaults__]
 
 
 def _device(dp: DataParallelMesh) -> torch.device:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from . import _compat, regather
 from .census import check_complete
 from .placement import ShardSpec
 from .policy import GradientSync
-from .slots import STATE, ModuleState, Slot, WrapState
+from .slots import STATE, ModuleState, Read, Slot, WrapState
 from .unshard import unshard
 
 __all__ = ["ShardedModule", "is_wrapped", "module_state", "slots_of", "wrap_states", "wrapped_class"]
@@ -58,6 +58,7 @@ class ShardedModule:
             try:
                 with regather.forward_scope():
                     out = super().__call__(*args, **kwargs)  # type: ignore[misc]
+                _check_not_written(state.reads.values())
             finally:
                 state.reads = outer
         if state.is_root and policy.output_dtype is not None:
@@ -79,7 +80,11 @@ class ShardedModule:
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         _expect_additions(self)
-        super().register_parameter(name, param)  # type: ignore[misc]
+        slot = self.__dict__[STATE].slots.get(name) if STATE in self.__dict__ else None
+        if slot is not None and param is not None and not isinstance(param, DTensor):
+            _assign(self, name, slot, param)
+        else:
+            super().register_parameter(name, param)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """What `to`, `bfloat16`, `cpu`, `to_empty` and the like run on every module: slots follow the new dtype.
@@ -219,7 +224,7 @@ def _read(module: nn.Module, name: str) -> Any:
             wrap.accumulating,
         )
         if key in state.reads:
-            return state.reads[key]
+            return state.reads[key].full
     with torch.fx.traceback.annotate(_tag(name, wrap, spec)):
         shard = param.to_local(grad_placements=slot.placements)
         accumulator, sync = None, GradientSync.FULL
@@ -228,14 +233,25 @@ def _read(module: nn.Module, name: str) -> Any:
             shard = shard.detach()
         full = unshard(shard, accumulator, spec, sync, slot.traced)
     if not compiling:
+        whole = _compat.local_tensor(full) if isinstance(full, DTensor) else full
         if spec.reshard_after_forward:
-            whole = _compat.local_tensor(full) if isinstance(full, DTensor) else full
             regather.track(whole, param, spec)
         if wrap.trail is not None:
             wrap.trail.record(slot, full)
         if key is not None and state.reads is not None:
-            state.reads[key] = full
+            state.reads[key] = Read(full, _compat.write_count(whole), slot.fqn)
     return full
+
+
+def _check_not_written(reads: Iterable[Read]) -> None:
+    """Refuse what autograd lets pass: writes under no_grad to a gathered copy, which the shards would never see."""
+    for read in reads:
+        whole = _compat.local_tensor(read.full) if isinstance(read.full, DTensor) else read.full
+        if _compat.write_count(whole) != read.version:
+            raise RuntimeError(
+                f"forward has written to parameter '{read.fqn}', which is a gathered copy there: the write would be "
+                "lost. Keep what forward changes in a buffer, or write to the parameter outside of forward"
+            )
 
 
 def _note_traced_read(slot: Slot) -> None:
@@ -250,7 +266,12 @@ def _tag(name: str, wrap: WrapState, spec: ShardSpec) -> dict[str, Any]:
 
 def _assign(module: Any, name: str, slot: Slot, value: Any) -> None:
     """`module.weight = tensor` after wrapping: reach the shards or say how to."""
-    param = module._parameters.get(name)
+    if name not in module._parameters:
+        raise ValueError(
+            f"cannot assign '{slot.fqn}': the sharded parameter was removed. What replaces parameters by computed "
+            "values (weight_norm, spectral_norm, pruning) has to come before simple_fsdp"
+        )
+    param = module._parameters[name]
     if isinstance(value, DTensor) and value.device_mesh == slot.mesh and value.placements == slot.placements:
         if value.dtype != slot.spec.storage_dtype:
             _check_convertible(slot.wrap)

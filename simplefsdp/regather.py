@@ -98,7 +98,7 @@ class _Forward:
             self._recipes = {k: v for k, v in self._recipes.items() if not v.storage.expired()}
             self._sweep_at = 2 * len(self._recipes) + 64
         storage = full.untyped_storage()
-        self._recipes[storage._cdata] = _Gathered(StorageWeakRef(storage), full._version, recipe)
+        self._recipes[storage._cdata] = _Gathered(StorageWeakRef(storage), _compat.write_count(full), recipe)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor, DTensor):
@@ -115,7 +115,7 @@ class _Forward:
         if entry is None or tensor.dtype != entry.recipe.spec.compute_dtype:
             return None
         # Changed since it was gathered, or a lazily negated view: gathering again would give other values.
-        if tensor._version != entry.version or tensor.is_neg():
+        if _compat.write_count(tensor) != entry.version or tensor.is_neg():
             return None
         return _View(
             entry.recipe,

@@ -21,7 +21,7 @@ from .policy import GradientSync
 from .trail import Trail
 from .unshard import traced_unshard
 
-__all__ = ["STATE", "ModuleState", "Slot", "WrapState", "find_state"]
+__all__ = ["STATE", "ModuleState", "Read", "Slot", "WrapState", "find_state"]
 
 STATE = "_simplefsdp"
 """Name of the instance attribute that holds a module's ModuleState."""
@@ -142,6 +142,21 @@ class WrapState:
         return new
 
 
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """One unsharded tensor that a module's forward has read.
+
+    Attributes:
+        full: the tensor.
+        version: its count of in-place writes then.
+        fqn: the parameter's name.
+    """
+
+    full: torch.Tensor
+    version: int
+    fqn: str
+
+
 @dataclasses.dataclass
 class ModuleState:
     """What one wrapped module knows.
@@ -150,14 +165,14 @@ class ModuleState:
         slots: its parameters by attribute name.
         wrap: what it shares with the modules of the same `simple_fsdp` call.
         is_root: whether it was the argument of that call.
-        reads: in eager mode, the unsharded tensors that the running call of this module has read, so that code which
-            reads a parameter many times (an LSTM does) gathers it once; None outside of a call.
+        reads: in eager mode, what the running call of this module has read, so that code which reads a parameter many
+            times (an LSTM does) gathers it once; None outside of a call.
     """
 
     slots: dict[str, Slot]
     wrap: WrapState
     is_root: bool
-    reads: dict[Any, torch.Tensor] | None = None
+    reads: dict[Any, Read] | None = None
 
 
 def find_state(module: nn.Module) -> ModuleState | None:

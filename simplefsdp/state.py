@@ -56,7 +56,7 @@ def full_state_dict(
     """
     keep = not rank0_only or dist.get_rank() == 0
     out: dict[str, Any] = {}
-    slots = {id(owner._parameters[name]): slot for owner, name, slot in slots_of(module)}
+    slots = {id(owner._parameters.get(name)): slot for owner, name, slot in slots_of(module)}
     seen: dict[int, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         key = id(value)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from simplefsdp import census, simple_fsdp
+from simplefsdp import census, full_state_dict, no_sync, simple_fsdp
 from tests.helpers.worlds import fake_process_group
 from tests.simplefsdp.models import batch, loss_of, make_net
 
@@ -100,6 +100,24 @@ def test_what_may_be_added():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
+
+
+def test_a_sharded_parameter_can_be_removed_and_registered_again_only_as_shards():
+    model = simple_fsdp(Model())
+    model.head.register_parameter("weight", nn.Parameter(torch.full((3, 3), 2.0)))
+    assert torch.equal(model.head.weight.to_local(), torch.full((2, 3), 2.0))
+    del model.head.weight
+    assert "head.weight" not in full_state_dict(model)
+    with no_sync(model):
+        pass
+    with pytest.raises(ValueError, match=r"cannot assign 'head\.weight': .* was removed.*weight_norm"):
+        model.head.weight = torch.ones(3, 3)
+
+
+def test_computed_weights_after_wrapping_are_refused_with_the_order():
+    model = simple_fsdp(Model())
+    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="come before simple_fsdp"):
+        torch.nn.utils.weight_norm(model.head)
 
 
 def test_ignored_parameters_are_known_wherever_they_go():

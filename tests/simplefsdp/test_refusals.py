@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -157,6 +158,11 @@ REFUSALS = {
     ),
     "held in a set": Refusal(lambda: HeldTwice(lambda w: {w}), ValueError, HELD),
     "held deeply": Refusal(lambda: HeldTwice(lambda w: {"all": [(w,)]}), ValueError, HELD),
+    "held by a closure": Refusal(lambda: HeldTwice(lambda w: lambda x: x * w), ValueError, HELD),
+    "held by a default": Refusal(lambda: HeldTwice(lambda w: [lambda x, w=w: x * w]), ValueError, HELD),
+    "held by a partial": Refusal(
+        lambda: HeldTwice(lambda w: functools.partial(torch.add, other={"w": w})), ValueError, HELD
+    ),
     "held as its data": Refusal(lambda: HeldTwice(lambda w: w.data), ValueError, HELD),
     "held as a view": Refusal(lambda: HeldTwice(lambda w: w[1:].unsqueeze(0)), ValueError, HELD),
     "held as a buffer": Refusal(lambda: HeldTwice(lambda w: nn.Buffer(w.detach())), ValueError, HELD),
@@ -269,6 +275,29 @@ def test_disjoint_parts_of_one_buffer_become_shards_of_their_own(a, b):
         model = simple_fsdp(Aliased(a, b))
         assert torch.equal(model.a.to_local(), a(memory))
         assert torch.equal(model.b.to_local(), b(memory))
+
+
+class CallsItself(nn.Module):
+    """A recursive closure, one without a value, and one that reads the parameter through the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+        def recursive(n):
+            return n and recursive(n - 1)
+
+        def unfinished():
+            return later
+
+        self.functions = [recursive, unfinished, lambda x: x * self.weight]
+        if len(self.functions) == 0:
+            later = 0
+
+
+def test_functions_that_hold_no_parameter_are_fine():
+    with fake_process_group(0, 4):
+        simple_fsdp(CallsItself())
 
 
 def test_a_second_wrap_is_refused_and_the_first_stays():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -241,6 +242,49 @@ def test_a_write_in_forward_is_an_error(workers):
     """It would change the gathered copy and be lost."""
     for world in (1, 2):
         workers(world).run(_writes)
+
+
+class Counting(nn.Module):
+    """Keeps a count in a parameter, which autograd does not guard."""
+
+    def __init__(self, rows: int, frozen: bool) -> None:
+        super().__init__()
+        self.count = nn.Parameter(torch.zeros(rows), requires_grad=not frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.count.add_(1)
+        return x * self.count
+
+
+def _counts(rank: int, world: int) -> None:
+    for rows, frozen in ((4, True), (5, False)):
+        model = simple_fsdp(nn.Sequential(nn.Linear(rows, rows), Counting(rows, frozen)), mesh(world))
+        for guard in (contextlib.nullcontext, torch.no_grad):
+            with (
+                pytest.raises(RuntimeError, match=r"has written to parameter '1\.count'.*in a buffer"),
+                guard(),
+            ):
+                model(torch.ones(2, rows))
+        assert model[0](torch.ones(2, rows)).shape == (2, rows)
+
+
+def test_a_write_that_autograd_does_not_see_is_an_error(workers):
+    for world in (1, 2):
+        workers(world).run(_counts)
+
+
+def _infers(rank: int, world: int) -> None:
+    model = simple_fsdp(nn.Sequential(nn.Linear(3, 5), nn.LSTM(5, 3)), mesh(world))
+    with torch.no_grad():
+        expected = model(torch.ones(2, 3))[0]
+    with torch.inference_mode():
+        assert torch.equal(model(torch.ones(2, 3))[0], expected)
+    model(torch.ones(2, 3))[0].sum().backward()
+
+
+def test_inference_mode_reads_the_same(workers):
+    workers(2).run(_infers)
 
 
 class Sparse(nn.Module):
