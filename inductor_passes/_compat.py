@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._logging._internal import trace_structured
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ __all__ = [
     "evaluate",
     "fake_result",
     "find_flop_formula",
+    "find_meshes",
+    "forget_hash",
     "free_symbols",
     "group_name",
     "group_ranks",
@@ -50,6 +53,7 @@ __all__ = [
     "origins",
     "peak_bytes",
     "read_buffers",
+    "reads_graph_inputs",
     "rename",
     "set_hook_passes",
     "size_hint",
@@ -227,6 +231,26 @@ def find_flop_formula(target: Any) -> Callable[..., int] | None:
         return None
 
 
+def find_meshes(graph: fx.Graph) -> list[DeviceMesh]:
+    """The device meshes among a graph's inputs, each once: since torch 2.13 a DTensor's mesh is one."""
+    values = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+    objects = {id(item): item for item in (getattr(value, "real_obj", None) for value in values)}
+    return [item for item in objects.values() if isinstance(item, DeviceMesh)]
+
+
+def forget_hash(mesh: DeviceMesh) -> None:
+    """Drop the hash values that a mesh, its root and its flattened forms keep; they are computed anew when needed.
+
+    torch 2.13 and 2.14 put the state of a mesh that is a graph input into the key of the FX graph cache, this value
+    included. Python salts it in each process, so no process would find what another one compiled. Delete when
+    `DeviceMesh.__getstate__` leaves it out.
+    """
+    root = getattr(mesh, "_root_mesh", None)
+    for item in (mesh, root, *getattr(root or mesh, "_flatten_mapping", {}).values()):
+        if item is not None and getattr(item, "_hash", None) is not None:
+            item._hash = None
+
+
 def fake_result(node: fx.Node) -> Any:
     """What a node computes, as fake (or meta) tensors, from those of its inputs."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
@@ -276,6 +300,11 @@ def origins(snode: Any) -> list[fx.Node]:
 def written_buffers(snode: Any) -> list[str]:
     """Names of the buffers a scheduler node writes."""
     return [buffer.get_name() for buffer in snode.get_outputs()]
+
+
+def reads_graph_inputs(snode: Any) -> bool:
+    """Whether a scheduler node reads any value that no scheduler node writes."""
+    return any(item.name not in snode.scheduler.name_to_buf for item in snode.read_writes.reads)
 
 
 def read_buffers(snode: Any) -> list[str]:

@@ -316,9 +316,10 @@ def _find_floating(
 ) -> set[Any]:
     """The light kernels that only pack for movable starts or only unpack after movable waits.
 
-    What packs is known by what it feeds, not by the operators it came from: the cast that ends a gradient's computation
-    fuses with the packing, and every piece of a bucket names the origins of all. A kernel without reduction that feeds
-    nothing but starts handles about as many elements as they send.
+    They are known by what they read and feed, not by the operators they came from: the cast that ends a gradient's
+    computation fuses with the packing, every piece of a bucket names the origins of all, and the copy of a weight that
+    a matrix product needs names those of its other factor. A kernel without reduction that feeds nothing but starts, or
+    reads nothing but gathered values, handles about as many elements as travel.
     """
     movable = {snode for snode, role in roles.items() if role is not Role.FIXED}
     fixed_waits = waits - {wait for wait in waits if not movable.isdisjoint(inputs[wait])}
@@ -331,28 +332,24 @@ def _find_floating(
         serves = users[snode] and all(
             user in movable or user in floating or user in waits for user in users[snode]
         )
-        if serves and snode not in waits and _is_light(snode) and not _compat.is_reduction_kernel(snode):
+        if serves and snode not in waits and _is_light(snode):
             floating.add(snode)
     for snode in snodes:
         unpacks = inputs[snode] and all(
             source in floating or (source in waits and source not in fixed_waits) for source in inputs[snode]
         )
-        if unpacks and snode not in waits and _is_light(snode) and _is_service(snode):
+        if unpacks and snode not in waits and _is_light(snode) and not _compat.reads_graph_inputs(snode):
             floating.add(snode)
     return floating
 
 
 def _is_light(snode: Any) -> bool:
-    return not _compat.is_collective_kernel(snode) and not _compat.is_opaque_kernel(snode)
-
-
-def _is_service(snode: Any) -> bool:
-    """Whether a kernel only casts, copies or views values of an unshard.
-
-    A matrix product counts as origin of the copy of its weight that it needs; that copy is no matrix product.
-    """
-    nodes = [node for node in _compat.origins(snode) if not fxg.is_heavy(node)]
-    return all(fxg.find_tag(node) is not None or fxg.is_view(node) or fxg.is_copy(node) for node in nodes)
+    """Whether a kernel does nothing but compute each element of its result by itself."""
+    return not (
+        _compat.is_collective_kernel(snode)
+        or _compat.is_opaque_kernel(snode)
+        or _compat.is_reduction_kernel(snode)
+    )
 
 
 def _durations(snodes: Sequence[Any], cost: CostModel) -> list[int]:

@@ -55,6 +55,11 @@ def kernels_stand_for_graph_nodes(monkeypatch, request):
     monkeypatch.setattr(_compat, "origins", lambda kernel: [kernel.node])
     monkeypatch.setattr(_compat, "written_buffers", lambda kernel: [kernel.node.name])
     monkeypatch.setattr(_compat, "read_buffers", lambda kernel: kernel.needs)
+    monkeypatch.setattr(
+        _compat,
+        "reads_graph_inputs",
+        lambda kernel: any(source.op == "placeholder" for source in kernel.node.all_input_nodes),
+    )
     monkeypatch.setattr(_compat, "order_only_buffers", lambda kernel: [])
     monkeypatch.setattr(_compat, "peak_bytes", lambda kernels: None)
 
