@@ -116,8 +116,10 @@ def version(tensor: DTensor) -> tuple[int, int]:
 
 
 def write_count(tensor: torch.Tensor) -> int:
-    """Counts in-place writes to a plain tensor; 0 under inference mode, whose tensors do not count."""
-    return 0 if tensor.is_inference() else tensor._version
+    """Counts in-place writes to a tensor; 0 under inference mode, whose tensors do not count."""
+    if tensor.is_inference():
+        return 0
+    return sum(version(tensor)) if isinstance(tensor, DTensor) else tensor._version
 
 
 def in_backward() -> bool:
@@ -130,14 +132,14 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def while_tracing(callback: Callable[[Any], None], subject: Any) -> None:
-    """In code that Dynamo traces: run `callback(subject)` now, once per trace, on the real object.
+def while_tracing(callback: Callable[..., None], *subjects: Any) -> None:
+    """In code that Dynamo traces: run `callback(*subjects)` now, once per trace.
 
     Nothing of it gets into the graph, and no guard depends on what it reads. Does nothing outside of tracing.
 
     Args:
         callback: a module-level function.
-        subject: an object that Dynamo reads as one of a user-defined class.
+        subjects: objects of user-defined classes, passed as they are, and tensors, whose fake ones are passed.
     """
     # Not at import: torch._dynamo takes seconds, and compiled code alone comes here. Checked on torch 2.13.
     from torch._dynamo.comptime import comptime
@@ -146,11 +148,16 @@ def while_tracing(callback: Callable[[Any], None], subject: Any) -> None:
 
 
 def _call_back(context: Any) -> None:
-    callback, subject = (
-        context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
-        for name in ("callback", "subject")
+    callback, subjects = (
+        context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
+        for name in ("callback", "subjects")
     )
-    callback.realize().get_function()(subject.realize().value)
+    values = []
+    for subject in subjects.items:
+        variable = subject.realize()
+        is_object = hasattr(variable, "value")
+        values.append(variable.value if is_object else variable.as_proxy().node.meta["example_value"])
+    callback.get_function()(*values)
 
 
 def is_compiled_module(module: torch.nn.Module) -> bool:

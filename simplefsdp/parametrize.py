@@ -51,6 +51,7 @@ class ShardedModule:
             if state.is_root:
                 _compat.while_tracing(check_complete, state.wrap)
             out = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            _compat.while_tracing(_check_traced_reads, state)
         else:
             if state.is_root and not state.wrap.complete and torch.is_grad_enabled():
                 check_complete(state.wrap)
@@ -61,6 +62,7 @@ class ShardedModule:
                 _check_not_written(state.reads.values())
             finally:
                 state.reads = outer
+                state.traced_reads = []
         if state.is_root and policy.output_dtype is not None:
             out = _cast_floating(out, policy.output_dtype)
         return out
@@ -213,8 +215,6 @@ def _read(module: nn.Module, name: str) -> Any:
         return param
     slot = state.slots[name]
     spec = slot.spec
-    if compiling:
-        _compat.while_tracing(_note_traced_read, slot)
     key = None
     if not compiling and state.reads is not None:
         key = (
@@ -232,31 +232,38 @@ def _read(module: nn.Module, name: str) -> Any:
             accumulator, sync = slot.accumulator, slot.stage
             shard = shard.detach()
         full = unshard(shard, accumulator, spec, sync, slot.traced)
-    if not compiling:
-        whole = _compat.local_tensor(full) if isinstance(full, DTensor) else full
+    if compiling:
+        _compat.while_tracing(_note_traced_read, state, slot, full)
+    else:
         if spec.reshard_after_forward:
+            whole = _compat.local_tensor(full) if isinstance(full, DTensor) else full
             regather.track(whole, param, spec)
         if wrap.trail is not None:
             wrap.trail.record(slot, full)
         if key is not None and state.reads is not None:
-            state.reads[key] = Read(full, _compat.write_count(whole), slot.fqn)
+            state.reads[key] = Read(full, _compat.write_count(full), slot.fqn)
     return full
 
 
 def _check_not_written(reads: Iterable[Read]) -> None:
-    """Refuse what autograd lets pass: writes under no_grad to a gathered copy, which the shards would never see."""
+    """Refuse writes to a gathered copy that autograd lets pass: the shards would never see them."""
     for read in reads:
-        whole = _compat.local_tensor(read.full) if isinstance(read.full, DTensor) else read.full
-        if _compat.write_count(whole) != read.version:
+        if _compat.write_count(read.full) != read.version:
             raise RuntimeError(
                 f"forward has written to parameter '{read.fqn}', which is a gathered copy there: the write would be "
                 "lost. Keep what forward changes in a buffer, or write to the parameter outside of forward"
             )
 
 
-def _note_traced_read(slot: Slot) -> None:
+def _note_traced_read(state: ModuleState, slot: Slot, full: torch.Tensor) -> None:
+    state.traced_reads.append(Read(full, _compat.write_count(full), slot.fqn))
     if slot.wrap.trail is not None:
         slot.wrap.trail.record_traced(slot)
+
+
+def _check_traced_reads(state: ModuleState) -> None:
+    reads, state.traced_reads = state.traced_reads, []
+    _check_not_written(reads)
 
 
 def _tag(name: str, wrap: WrapState, spec: ShardSpec) -> dict[str, Any]:

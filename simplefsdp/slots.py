@@ -167,12 +167,14 @@ class ModuleState:
         is_root: whether it was the argument of that call.
         reads: in eager mode, what the running call of this module has read, so that code which reads a parameter many
             times (an LSTM does) gathers it once; None outside of a call.
+        traced_reads: what the call of this module that is being compiled has read so far, as fake tensors.
     """
 
     slots: dict[str, Slot]
     wrap: WrapState
     is_root: bool
     reads: dict[Any, Read] | None = None
+    traced_reads: list[Read] = dataclasses.field(default_factory=list)
 
 
 def find_state(module: nn.Module) -> ModuleState | None:

@@ -127,6 +127,32 @@ def test_structured_inputs_and_outputs_are_cast_at_the_root(world_of_four, backe
     assert model.linear.weight.grad.dtype == torch.float32
 
 
+class Writes(nn.Module):
+    """Changes a parameter after a submodule has run."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.count = nn.Parameter(torch.zeros(3), requires_grad=not frozen)
+
+    def forward(self, x):
+        count = self.count
+        x = self.linear(x) * count
+        with torch.no_grad():
+            count.add_(1)
+        return x
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_write_to_a_gathered_copy_is_refused_when_it_is_compiled(world_of_four, frozen):
+    model = simple_fsdp(nn.Sequential(Writes(frozen)))
+    with pytest.raises(Exception, match=r"has written to parameter '0\.count'.*in a buffer"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(torch.ones(2, 3))
+    model[0].forward = lambda x: model[0].linear(x) * model[0].count
+    torch._dynamo.reset()
+    torch.compile(model, backend="aot_eager", fullgraph=True)(torch.ones(2, 3)).sum().backward()
+
+
 class WithBreak(nn.Module):
     def __init__(self) -> None:
         super().__init__()
