@@ -32,6 +32,9 @@ class Command:
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "train": Command("simplefsdp.llama.train", "train a sharded, compiled Llama"),
+        "plan": Command(
+            "simplefsdp.planner.command", "predict speed and memory on hardware that is not there"
+        ),
         "explain": Command(
             "simplefsdp.explainer.command", "show what the compiler passes make of a model, and its cost"
         ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -28,6 +29,8 @@ from simplefsdp.explainer.world import fake_copy, fake_inputs, fake_parameters
 from simplefsdp.parametrize import is_wrapped, slots_of
 
 __all__ = ["explain"]
+
+_ADVISING_LOGGERS = ("torch._dynamo", "torch._higher_order_ops")  # torch 2.11 to 2.14
 
 
 def explain(
@@ -130,6 +133,20 @@ def _imagined_world(ranks: int) -> Iterator[None]:
     yield
 
 
+@contextlib.contextmanager
+def _quiet_dynamo() -> Iterator[None]:
+    """Keep back torch's advice on checkpointed regions: it helps who writes a model, not who looks at one."""
+    loggers = [logging.getLogger(name) for name in _ADVISING_LOGGERS]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
 def _trace(
     model: nn.Module,
     inputs: tuple[Any, ...],
@@ -140,7 +157,7 @@ def _trace(
     capture = Capture(setups, pinned)
     known = _compat.count_compilations()
     compiled = torch.compile(model, backend=capture)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _quiet_dynamo():
         warnings.filterwarnings(
             "ignore", message="the .* pass keeps", category=RuntimeWarning
         )  # in the report

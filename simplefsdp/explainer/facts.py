@@ -47,7 +47,7 @@ class Value:
     """A tensor of its own memory.
 
     Args:
-        name: module of the region that makes it, for reports.
+        name: module of the region that makes it, or of the last that reads it if it was there before.
         size_bytes: bytes.
         memory: what it is.
         born: region that makes it, or `BEFORE`.

@@ -6,6 +6,7 @@ Owns names and memory sizes. Must not know models or plans.
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from inductor_passes.costs.profiles import HardwareProfile, load_profile, shipped_profiles
 
@@ -35,6 +36,12 @@ class Hardware:
 
 KNOWN: tuple[Hardware, ...] = (
     Hardware("h100", "h100_sxm", 80 * GIB, "NVIDIA H100 SXM data sheet: 80 GB"),
+    Hardware(
+        "h100-96gb",
+        str(Path(__file__).with_name("h100_96gb.json")),
+        96 * GIB,
+        "torchtitan, performance report of December 2024: H100 96GB HBM2e, 500 W",
+    ),
     Hardware("h200", "h200_sxm", 141 * GIB, "NVIDIA H200 SXM data sheet: 141 GB"),
     Hardware("a100", "a100_sxm", 80 * GIB, "NVIDIA A100 SXM data sheet: 80 GB"),
     Hardware("b200", "b200_sxm", 180 * GIB, "NVIDIA HGX B200 data sheet: 180 GB"),

@@ -70,14 +70,17 @@ def read_contents(graph: fx.Graph, program: Program, saved: Mapping[str, Saved] 
 
     values: list[Value] = []
     number_of: dict[fx.Node, int] = {}
-    for node, at in _tensors(graph, region_of, memory_of, saved):
+    tensors = list(_tensors(graph, region_of, memory_of, saved))
+    # What was there before comes in the order in which it is used up: like layers stay in like order.
+    tensors.sort(key=lambda item: (item[1], last_use.get(item[0], 0) if item[1] == BEFORE else 0))
+    for node, at in tensors:
         sent = [program.problem.collectives[number] for number in sources.get(node, ())]
         memory = Memory.ACTIVATIONS if at != BEFORE else (saved or {})[node.name].memory
         if sent and all(item.role is Role.REDUCE for item in sent):
             memory = Memory.GRADIENTS
         dies = max(last_use.get(node, at), at, 0)
         number_of[node] = len(values)
-        name = regions[at].module if at != BEFORE else node.name
+        name = regions[min(at if at != BEFORE else dies, len(regions) - 1)].module
         values.append(Value(name, work.moved_bytes([node], nominal), memory, at, dies))
 
     forwarded = {}  # reductions whose result only goes into another one (HSDP): held until that starts

@@ -110,6 +110,9 @@ class TrainOptions:
     compile_backend: str = "inductor"
     """Backend of torch.compile, e.g. inductor or aot_eager."""
 
+    explain: bool = False
+    """Before the first step, write what the compiler passes do with the model to explain/ in the output directory."""
+
     # -- where it runs
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device type; auto takes the GPUs if there are any."""

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from simplefsdp import clip_grad_norm_, no_sync
+from simplefsdp import clip_grad_norm_, explain, no_sync
 from simplefsdp.llama.build import Inputs, build_model, build_optimizer, count_ranks, describe, read_inputs
 from simplefsdp.llama.checkpoint import (
     Checkpointer,
@@ -52,6 +52,7 @@ from simplefsdp.llama.sources import DataError
 from simplefsdp.llama.world import World
 
 CHECKPOINT_DIRECTORY = "checkpoints"
+EXPLAIN_DIRECTORY = "explain"
 
 
 class NonFiniteError(RuntimeError):
@@ -149,6 +150,8 @@ class Trainer:
         reporter.begin(facts, {"options": options.to_json(), "world_size": world.size}, self.step)
         for note in notes:
             reporter.note(note)
+        if options.explain and world.is_main:
+            reporter.note(self._explain())
 
     def train(self) -> Outcome:
         """Trains to the last step, or until a rank is asked to stop.
@@ -176,6 +179,19 @@ class Trainer:
                 self._reporter.note(f"weights exported to {self.options.export_hf}")
         self._conclude(outcome)
         return outcome
+
+    def _explain(self) -> str:
+        """Writes the passes' report on rank 0, without running the model; returns what to tell the user."""
+        if not self.options.compile:
+            return "nothing to explain: the run is not compiled"
+        shape = (self.recipe.local_batch, self.recipe.seq_len)
+        tokens = torch.zeros(shape, dtype=torch.int64, device=self.world.device)
+        try:
+            report = explain(self.model, tokens, tokens, title=f"Llama {self.options.run_name}")
+            report.save(self.directory / EXPLAIN_DIRECTORY)
+        except Exception as error:  # a run must not end because a picture of it could not be drawn
+            return f"cannot explain: {type(error).__name__}: {error}"
+        return f"{report.verdict}\n  written to {self.directory / EXPLAIN_DIRECTORY}"
 
     def _train_step(self, batch: Batch) -> StepNumbers:
         step = self.step + 1

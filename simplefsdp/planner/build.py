@@ -1,0 +1,85 @@
+"""From options to the facts of a whole step: build, trace a few layers, extend.
+
+Owns the order of these. Must not know how results are shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from simplefsdp.explainer.api import explain
+from simplefsdp.explainer.facts import GraphFacts
+from simplefsdp.explainer.hardware import Hardware
+from simplefsdp.explainer.target import Target
+from simplefsdp.explainer.wrapping import wrap_options
+from simplefsdp.planner.extend import TRACED_LAYERS, ExtensionError, extend
+from simplefsdp.planner.predict import shard_bytes
+from simplefsdp.planner.stack import cut, find_stack, restore
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A step of a model, ready to be predicted.
+
+    Args:
+        graphs: forward and backward.
+        shard_bytes: parameters stored on one device.
+        note: how the graphs were obtained.
+        warnings: graph breaks and recompiles.
+    """
+
+    graphs: tuple[GraphFacts, ...]
+    shard_bytes: int
+    note: str
+    warnings: tuple[str, ...]
+
+
+def trace(
+    target: Target,
+    hardware: Hardware,
+    *,
+    gpus: int,
+    sharding_factor: int | None = None,
+    precision: str = "bf16",
+    planner: str = "auto",
+    memory_budget_gb: float | None = 4.0,
+    reshard_after_forward: bool = True,
+    whole: bool = False,
+) -> Traced:
+    """Trace a step; of a stack of equal layers only a few are traced, and the facts are extended.
+
+    Args:
+        target: the model; its stack is cut.
+        hardware: what to model.
+        gpus, sharding_factor, precision, planner, memory_budget_gb, reshard_after_forward: as in the command line.
+        whole: trace every layer.
+
+    Raises:
+        ValueError: numbers that do not divide.
+    """
+    stack = None if whole else find_stack(target.model)
+    wrap = wrap_options(
+        gpus=gpus,
+        sharding_factor=sharding_factor,
+        precision=precision,
+        planner=planner,
+        blocks=("layers.*",) if stack is None else (f"{stack.name}.*",),
+        memory_budget_gb=memory_budget_gb,
+        reshard_after_forward=reshard_after_forward,
+        profile=hardware.profile,
+    )
+    stored = shard_bytes(target.model.parameters(), sharding_factor or gpus)
+    note = "every layer traced"
+    if stack is not None:
+        removed = cut(target.model, stack)
+        report = explain(target.model, *target.inputs, ranks=gpus, wrap=wrap, title=target.name)
+        try:
+            graphs = tuple(extend(facts, stack.name, stack.layers) for facts in report.graphs)
+        except ExtensionError as error:
+            note += f": {error}"
+            restore(target.model, stack, removed)
+        else:
+            note = f"{TRACED_LAYERS} of the {stack.layers} equal layers of {stack.name!r} traced, one of them repeated"
+            return Traced(graphs, stored, note, report.warnings)
+    report = explain(target.model, *target.inputs, ranks=gpus, wrap=wrap, title=target.name)
+    return Traced(report.graphs, stored, note, report.warnings)

@@ -1,0 +1,151 @@
+"""From the facts of a step to what a run on that hardware would show: tokens per second, memory, communication.
+
+Owns the sums: forward, backward, optimizer. Must not know graphs. Everything it returns is modelled.
+
+The optimizer is fused AdamW with gradient clipping, on float32 shards: it reads parameter, gradient and two moments,
+writes all but the gradient; clipping reads the gradients, and reads and writes them again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from inductor_passes.costs.compute import ComputeModel
+from inductor_passes.costs.profiles import HardwareProfile
+from inductor_passes.plan import Plan
+from inductor_passes.planners import plan_collectives
+from simplefsdp.explainer.facts import GraphFacts, Memory
+from simplefsdp.explainer.schedule import Timeline, make_timeline
+
+MOMENTS = 2
+"""AdamW keeps two tensors of the parameter's size."""
+OPTIMIZER_PASSES = 7 + 3
+"""Reads and writes of a parameter's size in one optimizer step: AdamW 4 + 3, clipping 2 + 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MemorySplit:
+    """Bytes on one device at the moment when most is held."""
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    activations: int
+    gathered: int
+    communication: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of them."""
+        return sum(dataclasses.astuple(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What the model of the hardware says about one training step; nothing is measured.
+
+    Args:
+        planner: who decided the schedule.
+        timelines: forward and backward.
+        optimizer_ns: clipping and AdamW.
+        bound_ns: what no plan can beat, optimizer included.
+        memory: at the peak.
+        tokens: of one device in one step, None where the model has no such notion.
+        flops_per_token: None where it is not known.
+        peak_flops: of the device, for 16-bit matrix products.
+    """
+
+    planner: str
+    timelines: tuple[Timeline, ...]
+    optimizer_ns: int
+    bound_ns: int
+    memory: MemorySplit
+    tokens: int | None
+    flops_per_token: float | None
+    peak_flops: int
+
+    @property
+    def step_ns(self) -> int:
+        """Forward, backward and optimizer."""
+        return sum(timeline.step_ns for timeline in self.timelines) + self.optimizer_ns
+
+    @property
+    def exposed_ns(self) -> int:
+        """Time in which compute waits for communication."""
+        return sum(timeline.exposed_ns for timeline in self.timelines)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second and device."""
+        return None if self.tokens is None else self.tokens * 1e9 / self.step_ns
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation, counted as in `simplefsdp.llama.flops`."""
+        rate = self.tokens_per_s
+        return (
+            None
+            if rate is None or self.flops_per_token is None
+            else rate * self.flops_per_token / self.peak_flops
+        )
+
+
+def predict(
+    graphs: Sequence[GraphFacts],
+    profile: HardwareProfile,
+    shard_bytes: int,
+    *,
+    planner: str | None = None,
+    tokens: int | None = None,
+    flops_per_token: float | None = None,
+) -> Prediction:
+    """Predict one training step.
+
+    Args:
+        graphs: forward and backward, with their plans.
+        profile: hardware.
+        shard_bytes: parameters stored on one device.
+        planner: plan anew with this one; None keeps the plans.
+        tokens: of one device in one step.
+        flops_per_token: that training needs.
+    """
+    plans: list[Plan] = [
+        facts.plan if planner in (None, facts.plan.planner) else plan_collectives(facts.problem, planner)
+        for facts in graphs
+    ]
+    timelines = tuple(make_timeline(facts, plan) for facts, plan in zip(graphs, plans, strict=True))
+    optimizer_ns = ComputeModel(profile).move_ns(OPTIMIZER_PASSES * shard_bytes)
+    peak = max((timeline.peak for timeline in timelines), key=lambda point: point.total_bytes)
+    held = dict(zip(Memory, peak.by_use, strict=True))
+    dtypes = profile.dtypes()
+    return Prediction(
+        planner=planner or (graphs[0].plan.planner if graphs else "none"),
+        timelines=timelines,
+        optimizer_ns=optimizer_ns,
+        bound_ns=sum(plan.lower_bound.time_ns for plan in plans) + optimizer_ns,
+        memory=MemorySplit(
+            parameters=shard_bytes,
+            optimizer=MOMENTS * shard_bytes,
+            gradients=held[Memory.GRADIENTS],
+            activations=held[Memory.ACTIVATIONS],
+            gathered=held[Memory.GATHERED],
+            communication=held[Memory.COMMUNICATION],
+        ),
+        tokens=tokens,
+        flops_per_token=flops_per_token,
+        peak_flops=profile.value(f"peak_flops.{'bfloat16' if 'bfloat16' in dtypes else 'float32'}"),
+    )
+
+
+def shard_bytes(parameters: Iterable[nn.Parameter], sharding_factor: int) -> int:
+    """Bytes one device stores of parameters sharded along their first dim; uneven shards count as the largest."""
+    total = 0
+    for parameter in parameters:
+        rows = parameter.shape[0] if parameter.dim() else 1
+        per_row = parameter.numel() // max(rows, 1)
+        total += -(-rows // sharding_factor) * per_row * torch.empty((), dtype=parameter.dtype).element_size()
+    return total

@@ -1,0 +1,75 @@
+"""A prediction as text.
+
+Owns the words and columns of `simplefsdp plan`. Must not know how predictions are made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from simplefsdp.explainer.hardware import GIB, Hardware
+from simplefsdp.planner.predict import MemorySplit, Prediction
+
+TIGHT_SHARE = 0.9
+"""Above this share of the device's memory, the allocator's fragments and NCCL's buffers may not fit (not modelled)."""
+
+
+def planners_text(predictions: Sequence[Prediction]) -> str:
+    """One line per planner.
+
+    Args:
+        predictions: of one step, one for each planner.
+    """
+    head = ("planner", "step ms", "exposed ms", "exposed", "over bound", "tokens/s/device", "MFU", "peak GiB")
+    rows = [
+        (
+            item.planner,
+            f"{item.step_ns / 1e6:.1f}",
+            f"{item.exposed_ns / 1e6:.1f}",
+            f"{item.exposed_ns / item.step_ns:.1%}",
+            f"{item.step_ns / item.bound_ns - 1:.1%}",
+            "-" if item.tokens_per_s is None else f"{item.tokens_per_s:,.0f}",
+            "-" if item.mfu is None else f"{item.mfu:.1%}",
+            f"{item.memory.total_bytes / GIB:.1f}",
+        )
+        for item in predictions
+    ]
+    return table(head, rows)
+
+
+def memory_text(memory: MemorySplit, hardware: Hardware) -> str:
+    """Where the memory goes, and whether it fits."""
+    uses = dataclasses.asdict(memory)
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in uses.items())
+    lines = [
+        f"memory at the peak, GiB: {parts}; together {memory.total_bytes / GIB:.2f}",
+        fit_text(memory, hardware),
+    ]
+    return "\n".join(lines)
+
+
+def fit_text(memory: MemorySplit, hardware: Hardware) -> str:
+    """One line on whether a step fits the device."""
+    if hardware.memory_bytes is None:
+        return f"does it fit: the memory of {hardware.name} is not known"
+    share = memory.total_bytes / hardware.memory_bytes
+    size = f"{share:.0%} of {hardware.memory_bytes / GIB:.0f} GiB ({hardware.source})"
+    if share > 1:
+        return f"it does not fit: {size}; more devices, a larger sharding factor, --ac full or a smaller --local-batch"
+    if share > TIGHT_SHARE:
+        return f"it may not fit: {size}; fragments and NCCL's own buffers are not modelled"
+    return f"it fits: {size}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns: the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    lines = []
+    for row in (head, *rows):
+        cells = [
+            value.ljust(width) if at == 0 else value.rjust(width)
+            for at, (value, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

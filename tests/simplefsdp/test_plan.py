@@ -1,0 +1,192 @@
+"""`simplefsdp plan`: repetition of layers, prediction, and what the command says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import simplefsdp
+from inductor_passes.costs.profiles import load_profile
+from simplefsdp.cli import main
+from simplefsdp.explainer.facts import BEFORE
+from simplefsdp.explainer.hardware import GIB, find_hardware
+from simplefsdp.explainer.schedule import make_timeline
+from simplefsdp.explainer.wrapping import wrap_options
+from simplefsdp.planner.extend import TRACED_LAYERS, ExtensionError, extend
+from simplefsdp.planner.predict import MemorySplit, predict, shard_bytes
+from simplefsdp.planner.stack import cut, find_stack, restore
+from simplefsdp.planner.text import fit_text
+
+
+class Layer(nn.Module):
+    """A residual layer of two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 48, bias=False)
+        self.down = nn.Linear(48, 16, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Tower(nn.Module):
+    """An embedding, equal checkpointed layers and a head."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 16)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.head = nn.Linear(16, 40, bias=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
+def build():
+    """What `--model tests.simplefsdp.test_plan:build` names."""
+    return Tower(6), (torch.zeros(4, 32, dtype=torch.int64),)
+
+
+def facts_of(layers):
+    wrap = wrap_options(
+        gpus=16,
+        sharding_factor=4,
+        precision="bf16",
+        planner="greedy",
+        blocks=("layers.*",),
+        memory_budget_gb=4.0,
+        reshard_after_forward=True,
+        profile="h100_sxm",
+    )
+    with torch.device("meta"):
+        model, tokens = Tower(layers), torch.zeros(4, 32, dtype=torch.int64)
+    return simplefsdp.explain(model, tokens, ranks=16, wrap=wrap).graphs
+
+
+@pytest.fixture(scope="module")
+def four():
+    """Forward and backward of four checkpointed layers on 16 ranks, in groups of 4 that hold one copy each."""
+    return facts_of(TRACED_LAYERS)
+
+
+def test_repeating_a_layer_equals_tracing_all(four):
+    for few, all_ in zip(four, facts_of(6), strict=True):
+        assert extend(few, "layers", 6) == all_
+
+
+def test_memory_of_saved_activations_grows_by_a_layer_each(four):
+    peaks = [
+        make_timeline(extend(four[0], "layers", count)).memory[-1].total_bytes for count in (4, 5, 6, 12)
+    ]
+    assert peaks[1] - peaks[0] == peaks[2] - peaks[1] == (peaks[3] - peaks[2]) // 6 > 0
+
+
+def test_layers_that_differ_are_refused(four):
+    forward = four[0]
+    regions = list(forward.problem.region_ns)
+    at = next(i for i, region in enumerate(forward.regions) if region.module.startswith("layers.2.up"))
+    regions[at] += 1
+    problem = dataclasses.replace(forward.problem, region_ns=tuple(regions))
+    with pytest.raises(ExtensionError, match="different times"):
+        extend(dataclasses.replace(forward, problem=problem), "layers", 8)
+    with pytest.raises(ExtensionError, match="run in the order"):
+        extend(forward, "blocks", 8)
+    with pytest.raises(ExtensionError, match="3 layers"):
+        extend(forward, "layers", 3)
+
+
+def test_a_stack_is_found_by_structure_and_can_be_cut_and_restored():
+    layers = [nn.Linear(4, 4) for _ in range(6)]
+    model = nn.ModuleDict({"few": nn.ModuleList(layers[:2]), "many": nn.ModuleList(layers)})
+    stack = find_stack(model)
+    assert stack is not None
+    assert (stack.name, stack.layers) == ("many", 6)
+    removed = cut(model, stack)
+    assert len(model["many"]) == TRACED_LAYERS
+    restore(model, stack, removed)
+    assert list(model["many"]) == layers
+    layers[-1].bias.requires_grad_(False)
+    assert find_stack(model) is None
+
+
+def test_stored_bytes_count_the_largest_shard():
+    parameters = [
+        nn.Parameter(torch.empty(10, 3)),
+        nn.Parameter(torch.empty(4)),
+        nn.Parameter(torch.empty(())),
+    ]
+    assert shard_bytes(parameters, 4) == 4 * (3 * 3 + 1 + 1)
+    assert shard_bytes(parameters, 1) == 4 * (30 + 4 + 1)
+
+
+def test_a_prediction_is_the_sum_of_its_parts(four):
+    profile = load_profile("h100_sxm")
+    item = predict(four, profile, 1_000_000, planner="none", tokens=64, flops_per_token=1e6)
+    ahead = predict(four, profile, 1_000_000, planner="auto", tokens=64, flops_per_token=1e6)
+    assert item.step_ns == sum(line.step_ns for line in item.timelines) + item.optimizer_ns
+    # 10 passes over 1 MB at 90 % of 3.35 TB/s
+    assert item.optimizer_ns == pytest.approx(10 * 1e6 / (0.9 * 3.35e12) * 1e9, rel=1e-3)
+    assert item.tokens_per_s == pytest.approx(64 / (item.step_ns / 1e9))
+    assert item.mfu == pytest.approx(item.tokens_per_s * 1e6 / 989.5e12)
+    assert item.bound_ns <= ahead.step_ns < item.step_ns
+    assert ahead.exposed_ns < item.exposed_ns
+    assert (item.memory.parameters, item.memory.optimizer) == (1_000_000, 2_000_000)
+    peak = max(line.peak.total_bytes for line in item.timelines)
+    assert item.memory.total_bytes == 3_000_000 + peak
+    saved = sum(value.size_bytes for value in four[1].values if value.born == BEFORE)
+    assert item.memory.activations <= saved + peak
+
+
+def test_fit_is_judged_by_the_memory_of_the_device():
+    def split(gib):
+        return MemorySplit(int(gib * GIB), 0, 0, 0, 0, 0)
+
+    hardware = find_hardware("h100")
+    assert fit_text(split(40), hardware).startswith("it fits: 50% of 80 GiB")
+    assert fit_text(split(76), hardware).startswith("it may not fit: 95%")
+    assert fit_text(split(81), hardware).startswith("it does not fit: 101%")
+    assert "not known" in fit_text(split(1), find_hardware("cpu"))
+
+
+def test_the_command_compares_planners_and_repeats_layers(capsys):
+    arguments = [
+        "--model",
+        "tests.simplefsdp.test_plan:build",
+        "--gpus",
+        "16",
+        "--planners",
+        "none",
+        "greedy",
+    ]
+    assert main(["plan", *arguments]) == 0
+    said = capsys.readouterr().out
+    assert "modelled, hardware profile h100_sxm; 4 of the 6 equal layers of 'layers' traced" in said
+    rows = [line.split()[0] for line in said.splitlines() if line.startswith(("none ", "greedy "))]
+    assert rows == ["none", "greedy"]
+    assert "it fits: 0% of 80 GiB" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["--model", "9b"], "--model 9b: unknown; there are debug, 1b, 8b, 70b, 405b"),
+        (
+            ["--hardware", "abacus"],
+            "unknown hardware 'abacus'; there are h100, h100-96gb, h200, a100, b200, cpu",
+        ),
+        (["--model", "debug", "--gpus", "6", "--sharding-factor", "4"], "possible: 1, 2, 3, 6"),
+    ],
+)
+def test_mistakes_get_one_line_and_exit_code_2(arguments, answer, capsys):
+    assert main(["plan", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert answer in said
+    assert said.count("\n") == 1
