@@ -26,6 +26,9 @@ ADVICE = {
 }
 
 
+AT_ONCE_ADVICE = "it is waited for where it starts; planner 'auto' would move them apart"
+
+
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """Sums over all graphs of a step; everything is modelled.
@@ -90,4 +93,7 @@ def _advice(graphs: Sequence[GraphFacts], timelines: Sequence[Timeline], step_ns
     exposed_ns, at, bucket = max(worst, key=lambda item: (item[0], -item[1], -item[2]))
     facts, reason = graphs[at], timelines[at].buckets[bucket].reason
     name = bucket_name(facts, facts.plan, bucket, most=1)
-    return f"{facts.kind} {name} {exposed_ns / 1e6:.3f} ms exposed: {ADVICE[reason]}"
+    placed = facts.plan.buckets[bucket]
+    at_once = placed.issue_slot == placed.wait_slot and reason is ExposureReason.SHORT
+    advice = AT_ONCE_ADVICE if at_once and facts.plan.planner != "auto" else ADVICE[reason]
+    return f"{facts.kind} {name} {exposed_ns / 1e6:.3f} ms exposed: {advice}"
