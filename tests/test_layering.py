@@ -31,7 +31,8 @@ STACKS = {
         llama/clock llama/schedule llama/metrics llama/display llama/plot llama/reporter
         llama/build llama/trainer llama/train llama/__init__
         explainer/hardware explainer/target explainer/wrapping explainer/trace_errors explainer/command
-        planner/extend planner/stack planner/predict planner/text planner/build planner/validation planner/command
+        planner/extend planner/stack planner/predict planner/text planner/scale planner/build planner/validation
+        planner/command
         planner/__init__
         cli
     """,

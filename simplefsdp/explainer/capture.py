@@ -101,7 +101,9 @@ class Capture:
         self.compiled += 1
         found = _compat.find_graph_break(gm)
         if found is not None:
-            self.interruptions.append(Interruption(GRAPH_BREAK, found[1], found[0]))
+            interruption = Interruption(GRAPH_BREAK, found[1], found[0])
+            if interruption not in self.interruptions:
+                self.interruptions.append(interruption)
         compiled: Callable[..., Any] = self._backend(gm, inputs)
         return compiled
 

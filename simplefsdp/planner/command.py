@@ -8,9 +8,15 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from simplefsdp.llama.options import UsageError, parse_as
+
+if TYPE_CHECKING:
+    from inductor_passes.costs.profiles import HardwareProfile
+    from simplefsdp.explainer.target import Target
+    from simplefsdp.planner.build import Traced
 
 PROG = "simplefsdp plan"
 EXIT_FAILURE, EXIT_USAGE = 1, 2
@@ -44,6 +50,10 @@ class PlanOptions:
     """Free gathered parameters after forward and gather them again in backward."""
     whole: bool = False
     """Trace every layer instead of a few, which takes long and gives the same."""
+    scale: bool = False
+    """Also show 8 to 4096 devices, each with the same batch, fully sharded, by the last of --planners."""
+    plot: Path | None = None
+    """Draw what --scale shows to this file."""
     validate: bool = False
     """Print predictions beside published measurements instead; other options do not count."""
 
@@ -78,6 +88,8 @@ def _run(options: PlanOptions) -> int:
     if options.validate:
         print(validation_text())
         return 0
+    if options.plot is not None and not options.scale:
+        raise UsageError("--plot draws what --scale shows: give both")
     if not options.planners:
         raise UsageError("--planners: name at least one of auto, greedy, block, none")
     try:
@@ -129,4 +141,31 @@ def _run(options: PlanOptions) -> int:
     print()
     print(f"best: {best.planner}, ms: {forward_backward} + optimizer {best.optimizer_ns / 1e6:.1f}")
     print(memory_text(best.memory, hardware))
+    if options.scale:
+        print(f"\n{_scale(options, target, traced, profile)}")
     return 0
+
+
+def _scale(options: PlanOptions, target: Target, traced: Traced, profile: HardwareProfile) -> str:
+    """The scaling table; draws it if asked to."""
+    from simplefsdp.planner.predict import predict
+    from simplefsdp.planner.scale import DEVICES, ScalePoint, plot_scaling, rescale, scaling_text
+
+    points = []
+    try:
+        for devices in DEVICES:
+            graphs = [rescale(facts, profile, devices) for facts in traced.graphs]
+            stored = -(-traced.shard_bytes * options.gpus // devices)
+            prediction = predict(
+                graphs, profile, stored, tokens=target.tokens, flops_per_token=target.flops_per_token
+            )
+            points.append(ScalePoint(devices, prediction))
+    except ValueError as error:
+        raise UsageError(f"--scale: {error}; leave out --sharding-factor") from error
+    title = f"{target.name}, fully sharded, planner {options.planners[-1]}; modelled, hardware profile {profile.name}"
+    if options.plot is not None:
+        try:
+            plot_scaling(points, title, options.plot)
+        except (ImportError, OSError, ValueError) as error:
+            raise UsageError(f"--plot {options.plot}: {error}") from error
+    return f"{title}\n{scaling_text(points)}"

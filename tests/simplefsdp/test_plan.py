@@ -18,6 +18,7 @@ from simplefsdp.explainer.schedule import make_timeline
 from simplefsdp.explainer.wrapping import wrap_options
 from simplefsdp.planner.extend import TRACED_LAYERS, ExtensionError, extend
 from simplefsdp.planner.predict import MemorySplit, predict, shard_bytes
+from simplefsdp.planner.scale import rescale
 from simplefsdp.planner.stack import cut, find_stack, restore
 from simplefsdp.planner.text import fit_text
 
@@ -87,6 +88,20 @@ def test_memory_of_saved_activations_grows_by_a_layer_each(four):
         make_timeline(extend(four[0], "layers", count)).memory[-1].total_bytes for count in (4, 5, 6, 12)
     ]
     assert peaks[1] - peaks[0] == peaks[2] - peaks[1] == (peaks[3] - peaks[2]) // 6 > 0
+
+
+def test_rescaling_equals_tracing_on_that_many_ranks():
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)), torch.ones(8, 32)
+    few, many = (simplefsdp.explain(model, x, ranks=ranks, profile="h100_sxm").graphs for ranks in (2, 16))
+    profile = load_profile("h100_sxm")
+    for one, other in zip(few, many, strict=True):
+        assert rescale(one, profile, 16) == other
+        assert rescale(other, profile, 2) == one
+
+
+def test_only_fully_sharded_steps_are_rescaled(four):
+    with pytest.raises(ValueError, match="fully sharded over one group"):
+        rescale(four[1], load_profile("h100_sxm"), 8)
 
 
 def test_layers_that_differ_are_refused(four):
