@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from inductor_passes import PassConfig
+from inductor_passes import PassConfig, _compat
+from inductor_passes.costs.model import ProfileCostModel
 from inductor_passes.costs.profiles import load_profile
-from inductor_passes.graph import find_wait, starts
+from inductor_passes.graph import find_wait, is_start, is_wait, starts
 from inductor_passes.hooks import bucket_pass
 from inductor_passes.motion import MotionReport
 from inductor_passes.planners.motion import Motion, plan_motion
 from inductor_passes.planners.tasks import Buffer, Kind, Mobility, MotionProblem, Task, check_motion, judge
+from inductor_passes.reorder import reorder_pass
 from inductor_passes.setups import Setup
 from inductor_passes.verify import Snapshot
 from tests.helpers.effort import count_calls
@@ -267,7 +270,9 @@ def names():
         yield groups(3)
 
 
-def tensor_parallel_backward(seed: int, names: list[str], count: int = 3) -> fx.GraphModule:
+def tensor_parallel_backward(
+    seed: int, names: list[str], count: int = 3, barriers: bool = True
+) -> fx.GraphModule:
     """Backward of layers that are sharded over two dims, with complications: barriers, branches, random gradients."""
     choose = random.Random(seed)
     build = Builder()
@@ -285,7 +290,7 @@ def tensor_parallel_backward(seed: int, names: list[str], count: int = 3) -> fx.
         reduced = build.reduce_scatter(dw, names[0], name)
         outputs.append(reduced if choose.random() < 0.7 else build.all_reduce(reduced, names[2], name))
         dx = build.call(aten.mm.default, wide, weight)
-        if choose.random() < 0.2:
+        if barriers and choose.random() < 0.2:
             copy = build.call(aten.clone.default, dx)
             dx = build.call(torch.ops._c10d_functional.all_reduce_.default, copy, "sum", names[2])
         grad = build.all_reduce(dx, names[1], op="sum")
@@ -345,3 +350,79 @@ def test_without_memory_nothing_that_raises_the_peak_moves(names):
     module = tensor_parallel_backward(1, names)
     report = moved(module, Setup(PassConfig(profile="h100_sxm", memory_budget_gb=0), SETUP.profile))
     assert report.after.peak_bytes <= report.before.peak_bytes
+
+
+# Scheduler nodes.
+
+
+@dataclass(eq=False)
+class Kernel:
+    """A scheduler node as the pass sees it: one graph node, the buffers it reads, those it names for order alone."""
+
+    node: fx.Node
+    reads: list[str]
+    wishes: list[str]
+
+    def get_name(self) -> str:
+        return self.node.name
+
+
+def lowered(module: fx.GraphModule, monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
+    """One kernel per call. Every collective asks to come after the *wait* of the one before, as torch has it."""
+    kernels: list[Kernel] = []
+    wish: list[str] = []
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            needs = [source.name for source in node.all_input_nodes if source.op == "call_function"]
+            wishes = [name for name in wish if name not in needs] if is_start(node) else []
+            kernels.append(Kernel(node, needs, wishes))
+            wish = [find_wait(node).name] if is_start(node) else wish
+    users = {k.node: tuple(u for u in kernels if k.node in u.node.all_input_nodes) for k in kernels}
+    stand_ins = {
+        "is_collective_kernel": lambda kernel: is_start(kernel.node),
+        "is_wait_kernel": lambda kernel: is_wait(kernel.node),
+        "is_opaque_kernel": lambda kernel: kernel.node.target is aten.mm.default,
+        "is_reduction_kernel": lambda kernel: False,
+        "reads_graph_inputs": lambda kernel: any(s.op == "placeholder" for s in kernel.node.all_input_nodes),
+        "origins": lambda kernel: [kernel.node],
+        "written_buffers": lambda kernel: [kernel.node.name],
+        "read_buffers": lambda kernel: kernel.reads + kernel.wishes,
+        "order_only_buffers": lambda kernel: kernel.wishes,
+        "buffer_lifetimes": lambda order: [
+            _compat.BufferLifetime(10, kernel, users[kernel.node], False) for kernel in order
+        ],
+        "peak_bytes": lambda order: 0,
+        "lowered_graph": lambda: module.graph,
+    }
+    for name, function in stand_ins.items():
+        monkeypatch.setattr(_compat, name, function, raising=False)
+    return kernels
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_kernels_move_and_collectives_keep_their_order(names, monkeypatch, seed):
+    kernels = lowered(tensor_parallel_backward(seed, names, barriers=False), monkeypatch)
+    cost = ProfileCostModel(SETUP.profile)
+    stay, without = reorder_pass(kernels, cost, 8, 10**9)
+    order, report = reorder_pass(kernels, cost, 8, 10**9, move_compute=True)
+    assert without.motion is None
+    assert report.motion is not None
+    assert report.placed.plan.step_ns <= without.placed.plan.step_ns
+    assert sorted(kernel.get_name() for kernel in order) == sorted(kernel.get_name() for kernel in kernels)
+    done: set[str] = set()
+    for kernel in order:
+        assert done.issuperset(kernel.reads)
+        done.add(kernel.get_name())
+    for chosen in (stay, order):
+        assert [k for k in chosen if is_start(k.node)] == [k for k in kernels if is_start(k.node)]
+
+
+def test_a_collective_does_not_await_the_one_before_it(names, monkeypatch):
+    build = Builder()
+    x, y = build.input((WIDTH, WIDTH)), build.input((WIDTH, WIDTH))
+    first = build.all_reduce(build.call(aten.sin.default, x), names[0], "layers.0.w")
+    second = build.all_reduce(build.call(aten.cos.default, y), names[0], "layers.1.w")
+    kernels = lowered(build.finish(first, second), monkeypatch)
+    order, _ = reorder_pass(kernels, ProfileCostModel(SETUP.profile), 8, None)
+    kinds = ["start" if is_start(k.node) else "wait" for k in order if is_start(k.node) or is_wait(k.node)]
+    assert kinds == ["start", "start", "wait", "wait"]
