@@ -18,9 +18,10 @@ from simplefsdp import simple_fsdp
 from tests.helpers.emitted import emitted_code
 from tests.inductor_passes.toy import BF16, DIM, Block, world
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*script_method.*:DeprecationWarning"
-)  # importing TorchInductor
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning"),  # importing TorchInductor
+    pytest.mark.timeout(500),  # the first test waits for the compilation of all
+]
 
 BLOCKS = 4
 PRODUCTS = 7  # matrix products of a block's forward; its backward has two for each
