@@ -70,7 +70,7 @@ def find_target(
     """
     if ":" in model:
         return _own_target(model)
-    config = _find_config(model)
+    name, config = _find_config(model)
     seq_len = min(8192, config.max_seq_len) if seq_len is None else seq_len
     batch = 1 if local_batch is None else local_batch
     for flag, value in (("--seq", seq_len), ("--local-batch", batch), ("--layers", layers)):
@@ -84,15 +84,15 @@ def find_target(
         llama = Llama(config)
         tokens = torch.zeros(batch, seq_len, dtype=torch.int64)
     apply_activation_checkpointing(llama, checkpointing)
-    return Target(f"Llama {model}", llama, (tokens, tokens), batch * seq_len, per_token, config)
+    return Target(f"Llama {name}", llama, (tokens, tokens), batch * seq_len, per_token, config)
 
 
-def _find_config(name: str) -> LlamaConfig:
+def _find_config(name: str) -> tuple[str, LlamaConfig]:
     short = name.lower()
     for prefix in LLAMA_PREFIXES:
         short = short.removeprefix(prefix)
     try:
-        return get_config(short)
+        return short, get_config(short)
     except ValueError:
         raise UsageError(
             f"--model {name}: unknown; there are {', '.join(CONFIGS)} (also written llama3-8b), and your own as "

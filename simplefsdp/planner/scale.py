@@ -142,5 +142,5 @@ def plot_scaling(points: Sequence[ScalePoint], title: str, path: Path) -> None:
     axes.set_ylabel("step (ms, modelled)")
     axes.grid(axis="y", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=3)
     figure.savefig(path)

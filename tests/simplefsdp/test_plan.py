@@ -171,7 +171,8 @@ def test_fit_is_judged_by_the_memory_of_the_device():
     assert "not known" in fit_text(split(1), find_hardware("cpu"))
 
 
-def test_the_command_compares_planners_and_repeats_layers(capsys):
+def test_the_command_compares_planners_repeats_layers_and_scales(capsys, tmp_path):
+    picture = tmp_path / "scale.png"
     arguments = [
         "--model",
         "tests.simplefsdp.test_plan:build",
@@ -181,12 +182,15 @@ def test_the_command_compares_planners_and_repeats_layers(capsys):
         "none",
         "greedy",
     ]
-    assert main(["plan", *arguments]) == 0
+    assert main(["plan", *arguments, "--scale", "--plot", str(picture)]) == 0
     said = capsys.readouterr().out
     assert "modelled, hardware profile h100_sxm; 4 of the 6 equal layers of 'layers' traced" in said
     rows = [line.split()[0] for line in said.splitlines() if line.startswith(("none ", "greedy "))]
     assert rows == ["none", "greedy"]
     assert "it fits: 0% of 80 GiB" in said
+    devices = [line.split()[0] for line in said.splitlines() if line[:1].isdigit()]
+    assert devices == ["8", "16", "32", "64", "128", "256", "512", "1024", "2048", "4096"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -198,6 +202,7 @@ def test_the_command_compares_planners_and_repeats_layers(capsys):
             "unknown hardware 'abacus'; there are h100, h100-96gb, h200, a100, b200, cpu",
         ),
         (["--model", "debug", "--gpus", "6", "--sharding-factor", "4"], "possible: 1, 2, 3, 6"),
+        (["--plot", "scale.png"], "--plot draws what --scale shows: give both"),
     ],
 )
 def test_mistakes_get_one_line_and_exit_code_2(arguments, answer, capsys):
