@@ -49,7 +49,7 @@ class PlanOptions:
     reshard_after_forward: bool = True
     """Free gathered parameters after forward and gather them again in backward."""
     whole: bool = False
-    """Trace every layer instead of a few, which takes long and gives the same."""
+    """Trace every layer instead of a few, which takes long."""
     scale: bool = False
     """Also show 8 to 4096 devices, each with the same batch, fully sharded, by the last of --planners."""
     plot: Path | None = None
