@@ -11,9 +11,9 @@ A bucket of several members becomes, for W ranks and members whose per-rank part
     all       g0 (n0), g1 (n1)      -> cat (n) -> all_reduce -> wait (n) -> slice (n0) -> reshape, ...
 
 Every element travels between the same ranks, in the same dtype, and is reduced over the same ranks as before: values
-are bitwise those of single collectives. No constant depends on the rank. `cat` fuses with the casts that feed it, without
-a staging copy: on GPUs into one kernel for up to eight members (`torch._inductor.config.max_pointwise_cat_inputs`), above
-that into a kernel for each, which writes into its part of what is sent.
+are bitwise those of single collectives. No constant depends on the rank. `cat` fuses with the casts that feed it,
+without a staging copy: on GPUs into one kernel for up to eight members (torch._inductor.config's
+`max_pointwise_cat_inputs`), above that into a kernel for each, which writes into its part of what is sent.
 
 Members keep the order of the graph, not that in which the parameters were registered. The graph does not tell the
 latter, and does not need to: the program is the same on every rank, so each finds the same order, and where in a

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 
 _CUDA = torch.device("cuda", 0)
 # What code generation asks of a device: an H100 SXM (NVIDIA's data sheet and CUDA's occupancy tables for sm_90).
-_H100 = types.SimpleNamespace(
+_H100: Any = types.SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
     major=9,
     minor=0,
@@ -78,7 +78,8 @@ def emitted_code(
         return boxed
 
     def backend(gm: fx.GraphModule, values: list[Any]) -> Any:
-        return compile_fx(gm, values, inner_compile=write, config_patches=options)
+        inner: Any = write
+        return compile_fx(gm, values, inner_compile=inner, config_patches=options)
 
     torch._dynamo.reset()
     torch.compile(model, backend=backend, fullgraph=True)(*inputs).sum().backward()
@@ -140,7 +141,7 @@ class _Gpu(device_interface.CudaInterface):
     is_available = staticmethod(lambda: True)
     device_count = staticmethod(lambda: 1)
     current_device = staticmethod(lambda: 0)
-    get_device_properties = staticmethod(lambda device=None: _H100)
+    get_device_properties: Any = staticmethod(lambda device=None: _H100)
     get_compute_capability = staticmethod(lambda device=None: 90)
     is_bf16_supported = staticmethod(lambda including_emulation=False: True)
     is_triton_capable = staticmethod(lambda device=None: True)
