@@ -52,7 +52,10 @@ def test_a_model_that_cannot_be_traced_says_where(own, tmp_path, capsys):
     ("arguments", "answer"),
     [
         (["--model", "9b"], "--model 9b: unknown; there are debug, 1b, 8b, 70b, 405b"),
-        (["--hardware", "abacus"], "unknown hardware 'abacus'; there are h100, h100-96gb, h200, a100, b200, cpu"),
+        (
+            ["--hardware", "abacus"],
+            "unknown hardware 'abacus'; there are h100, h100-96gb, h200, a100, b200, cpu",
+        ),
         (["--gpus", "6", "--sharding-factor", "4"], "must divide --gpus 6; possible: 1, 2, 3, 6"),
         (["--gpus", "0"], "--gpus 0: must be at least 1"),
         (["--seq", "4096"], "--seq 4096: debug attends to at most 1024 tokens"),
