@@ -251,7 +251,7 @@ def test_help_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     assert "train" in capsys.readouterr().err
     assert cli.main(["fly"]) == 2
-    assert capsys.readouterr().err == "simplefsdp: unknown command 'fly'; use one of train\n"
+    assert capsys.readouterr().err == "simplefsdp: unknown command 'fly'; use one of train, plan, explain\n"
 
 
 def test_a_mistyped_option_is_one_line_and_exit_code_2() -> None:
