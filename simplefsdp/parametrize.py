@@ -77,10 +77,12 @@ class ShardedModule:
             _assign(self, name, slot, value)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
+        """As ever; the next forward or optimizer step names parameters that came with it and are not sharded."""
         _expect_additions(self)
         super().add_module(name, module)  # type: ignore[misc]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As ever for new names; the values of a plain parameter go into the shards under a sharded name."""
         _expect_additions(self)
         slot = self.__dict__[STATE].slots.get(name) if STATE in self.__dict__ else None
         if slot is not None and param is not None and not isinstance(param, DTensor):
