@@ -66,7 +66,10 @@ def _heavy_kernel(node: fx.Node, nominal: int) -> Work:
 
 
 def _fused_kernel(nodes: Sequence[fx.Node], nominal: int) -> Work:
-    """One kernel of light nodes and the views between them, which stand for the tensor they view."""
+    """One kernel of light nodes and the views between them, which stand for the tensor they view.
+
+    What is only viewed is not read: the partitioner leaves views of saved activations wherever forward ends.
+    """
     inside = set(nodes)
     base = {node: node for node in nodes}
     for node in nodes:
@@ -74,13 +77,12 @@ def _fused_kernel(nodes: Sequence[fx.Node], nominal: int) -> Work:
             source = node.all_input_nodes[0]
             base[node] = base.get(source, source)
     read = dict.fromkeys(
-        source
+        base.get(source, source)
         for node in nodes
         if base[node] is node
         for source in node.all_input_nodes
-        if source not in inside
+        if base.get(source, source) not in inside
     )
-    read |= dict.fromkeys(source for source in base.values() if source not in inside)
     written = dict.fromkeys(
         base[node]
         for node in nodes

@@ -216,6 +216,16 @@ def test_light_neighbours_are_one_kernel(names):
     assert heavy.dtype == light.dtype == "float32"
 
 
+def test_what_is_only_viewed_is_not_read(names):
+    build = Builder()
+    x, y = build.input((4, 8)), build.input((16,))
+    viewed, used = build.call(aten.t.default, x), build.call(aten.view.default, y, [4, 4])
+    result = build.call(aten.sin.default, used)
+    build.finish(viewed, result)
+    (kernel,) = work.kernels([viewed, used, result], 1)
+    assert kernel.moved_bytes == 4 * (16 + 16)  # y, through its view, and the sine
+
+
 def test_names_of_collectives_show_parameter_and_configuration(names):
     build = Builder()
     first = build.gather(build.input((2, 8)), names[0], "layers.0.wq")

@@ -16,6 +16,8 @@ from simplefsdp.explainer.facts import BEFORE
 from simplefsdp.explainer.hardware import GIB, find_hardware
 from simplefsdp.explainer.schedule import make_timeline
 from simplefsdp.explainer.wrapping import wrap_options
+from simplefsdp.llama.config import get_config
+from simplefsdp.llama.model import Llama
 from simplefsdp.planner.extend import TRACED_LAYERS, ExtensionError, extend
 from simplefsdp.planner.predict import MemorySplit, predict, shard_bytes
 from simplefsdp.planner.scale import rescale
@@ -56,7 +58,7 @@ def build():
     return Tower(6), (torch.zeros(4, 32, dtype=torch.int64),)
 
 
-def facts_of(layers):
+def facts_of(make, layers):
     wrap = wrap_options(
         gpus=16,
         sharding_factor=4,
@@ -68,18 +70,26 @@ def facts_of(layers):
         profile="h100_sxm",
     )
     with torch.device("meta"):
-        model, tokens = Tower(layers), torch.zeros(4, 32, dtype=torch.int64)
+        model, tokens = make(layers), torch.zeros(4, 32, dtype=torch.int64)
     return simplefsdp.explain(model, tokens, ranks=16, wrap=wrap).graphs
 
 
 @pytest.fixture(scope="module")
 def four():
     """Forward and backward of four checkpointed layers on 16 ranks, in groups of 4 that hold one copy each."""
-    return facts_of(TRACED_LAYERS)
+    return facts_of(Tower, TRACED_LAYERS)
 
 
 def test_repeating_a_layer_equals_tracing_all(four):
-    for few, all_ in zip(four, facts_of(6), strict=True):
+    for few, all_ in zip(four, facts_of(Tower, 6), strict=True):
+        assert extend(few, "layers", 6) == all_
+
+
+def test_repeating_a_llama_layer_that_keeps_its_activations_equals_tracing_all():
+    def make(layers):
+        return Llama(dataclasses.replace(get_config("debug"), n_layers=layers))
+
+    for few, all_ in zip(facts_of(make, TRACED_LAYERS), facts_of(make, 6), strict=True):
         assert extend(few, "layers", 6) == all_
 
 
