@@ -48,7 +48,6 @@ class PassConfig:
         move_compute: Move independent compute under collectives that stay exposed.
         profile: Hardware profile to plan with: the name of a shipped profile, or the path of a profile file
             ending in ``.json``. ``None`` detects the device.
-        dump_dir: Directory for dumps of plans and schedules. ``None`` writes none.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -63,7 +62,6 @@ class PassConfig:
     reorder: bool = True
     move_compute: bool = True
     profile: str | None = None
-    dump_dir: str | None = None
 
     def __post_init__(self) -> None:
         if self.planner not in PLANNERS:
@@ -80,8 +78,7 @@ class PassConfig:
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        for name in ("profile", "dump_dir"):
-            object.__setattr__(self, name, _path_text(name, getattr(self, name)))
+        object.__setattr__(self, "profile", _path_text("profile", self.profile))
 
     @property
     def memory_budget_bytes(self) -> int | None:

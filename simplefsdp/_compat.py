@@ -16,7 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
@@ -33,6 +37,7 @@ __all__ = [
     "find_sharded_dim",
     "foreach_norm",
     "in_backward",
+    "in_dispatch_mode",
     "is_compiled_module",
     "is_traceable_wrapper_subclass",
     "local_tensor",
@@ -120,6 +125,11 @@ def write_count(tensor: torch.Tensor) -> int:
     if tensor.is_inference():
         return 0
     return sum(version(tensor)) if isinstance(tensor, DTensor) else tensor._version
+
+
+def in_dispatch_mode() -> bool:
+    """Whether a mode sees operators before their tensors do: fake tensors, one process that plays all ranks."""
+    return len(_get_current_dispatch_mode_stack()) > 0
 
 
 def in_backward() -> bool:

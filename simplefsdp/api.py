@@ -11,13 +11,15 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import inductor_passes
 from inductor_passes.config import PassConfig
 
 from . import _compat, regather
+from .alike import check_alike
 from .mesh import DataParallelMesh, make_mesh
 from .optimizer import find_slot, mark_sharded, watch_optimizers
 from .parametrize import install, is_wrapped, module_state, wrapped_class
@@ -107,6 +109,7 @@ def simple_fsdp(
 
     if dp.mesh.device_type == "cpu":
         _compat.replace_cpu_gather()
+    check_alike([(slot.fqn, original) for original, _, slot in slots.values()], dp.mesh)
     wrap.passes_key = inductor_passes.install(passes, [dp.mesh.get_group(dim) for dim in range(dp.mesh.ndim)])
     wrap.slots = tuple(slot for _, _, slot in slots.values())
     for original, sharded, slot in slots.values():
@@ -147,6 +150,12 @@ def _check_arguments(module: object, reshard_after_forward: object, passes: obje
         raise TypeError(f"simple_fsdp takes a torch.nn.Module, got {type(module).__name__}")
     if _compat.is_compiled_module(module):
         raise ValueError("simple_fsdp must come before torch.compile: wrap the model first, then compile it")
+    for inner in module.modules():
+        if isinstance(inner, DistributedDataParallel | FSDPModule):
+            raise ValueError(
+                f"the model holds a {type(inner).__name__}, which synchronises gradients itself; pass the model "
+                "without DistributedDataParallel or fully_shard around it"
+            )
     if is_wrapped(module):
         raise ValueError(
             f"this {type(module).__name__} is wrapped by simple_fsdp already; a module can be wrapped once (its "

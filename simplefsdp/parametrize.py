@@ -110,6 +110,17 @@ class ShardedModule:
                     vars(param).update(attributes[name])
                     slot.follow_dtype(param.dtype)
 
+    def share_memory(self) -> Any:
+        """Refused: torch cannot move the shards of a DTensor to shared memory, and crashes.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "share_memory() does not work on a model wrapped by simple_fsdp: its parameters are sharded over "
+            "processes already; call it before simple_fsdp, or on full_state_dict(model)"
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # deepcopy and pickle: the dynamic class cannot be found by name, so it is made again from its parts.
         kind = type(self)
@@ -281,7 +292,12 @@ def _assign(module: Any, name: str, slot: Slot, value: Any) -> None:
             "values (weight_norm, spectral_norm, pruning) has to come before simple_fsdp"
         )
     param = module._parameters[name]
-    if isinstance(value, DTensor) and value.device_mesh == slot.mesh and value.placements == slot.placements:
+    fits = isinstance(value, torch.Tensor) and tuple(value.shape) == slot.full_shape
+    if (
+        fits
+        and isinstance(value, DTensor)
+        and (value.device_mesh, value.placements) == (slot.mesh, slot.placements)
+    ):
         if value.dtype != slot.spec.storage_dtype:
             _check_convertible(slot.wrap)
         nn.Module.__setattr__(module, name, value)
@@ -295,7 +311,7 @@ def _assign(module: Any, name: str, slot: Slot, value: Any) -> None:
             f"cannot assign {type(value).__name__} to the sharded parameter '{slot.fqn}'; assign a tensor of shape "
             f"{slot.full_shape} or None"
         )
-    if isinstance(value, DTensor) or tuple(value.shape) != slot.full_shape or param is None:
+    if isinstance(value, DTensor) or not fits or param is None:
         raise ValueError(
             f"cannot assign a {'DTensor' if isinstance(value, DTensor) else 'tensor'} of shape {tuple(value.shape)} to "
             f"the sharded parameter '{slot.fqn}' of shape {slot.full_shape}, placements {slot.placements}: replace "

@@ -13,20 +13,15 @@ Ranks may differ in what they compile, recompile or run eagerly, as long as para
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _compat
+from .ranks import digest, extremes, first_difference
 
 __all__ = ["Trail"]
-
-_DIGEST_BYTES = 7
-"""Of a digest that is compared: a non-negative int64, whose negative is one too."""
 
 
 class _Named(Protocol):
@@ -60,7 +55,7 @@ class Trail:
         return note
 
     def check_equal(self, mesh: DeviceMesh, with_gradient: Iterable[str]) -> None:
-        """Compare with the other ranks of the mesh: one all-reduce of 40 bytes for each of its dims.
+        """Compare with the other ranks of the mesh: one all-reduce of 48 bytes for each of its dims.
 
         Args:
             mesh: the data-parallel mesh; every rank of it calls.
@@ -71,38 +66,12 @@ class Trail:
         """
         used = [f"gather of '{name}'" for name in self.first_reads]
         used += [f"gradient of '{name}'" for name in with_gradient]
-        numbers = [_digest(self.steps), _digest(used)]
-        local = torch.tensor([*numbers, *(-n for n in numbers), int(self.traced)], device=mesh.device_type)
-        # Reduced over one dim after the other, so that all ranks come to the same conclusion.
-        for dim in range(mesh.ndim):
-            if mesh.size(dim) > 1:
-                local = _compat.all_reduce(local, "max", mesh.get_group(dim).group_name)
-        steps_most, used_most, steps_least, used_least, traced = local.tolist()
-        if not traced and steps_most != -steps_least:
-            _report(self.steps, mesh)
-        if used_most != -used_least:
-            _report(used, mesh)
-
-
-def _digest(steps: list[str]) -> int:
-    return int.from_bytes(hashlib.sha256("\n".join(steps).encode()).digest()[:_DIGEST_BYTES], "big")
-
-
-def _report(steps: list[str], mesh: DeviceMesh) -> None:
-    """Raise with the first difference between the ranks of the mesh."""
-    trails = {dist.get_rank(): steps}
-    for dim in range(mesh.ndim):
-        gathered: list[dict[int, list[str]]] = [{} for _ in range(mesh.size(dim))]
-        dist.all_gather_object(gathered, trails, group=mesh.get_group(dim))
-        trails = {rank: trail for part in gathered for rank, trail in part.items()}
-    for position in range(max(map(len, trails.values()))):
-        at = {
-            rank: trail[position] if position < len(trail) else "nothing"
-            for rank, trail in sorted(trails.items())
-        }
-        if len(set(at.values())) > 1:
-            here = ", ".join(f"rank {rank}: {step}" for rank, step in at.items())
-            raise RuntimeError(
-                "ranks use parameters in different orders, so their collectives did not match and gradients are "
-                f"wrong; use {position} was {here}. Every rank has to run the same forward and backward"
-            )
+        steps, reads, traced = extremes([digest(self.steps), digest(used), int(self.traced)], mesh)
+        compared = [(reads, used)] if traced != (0, 0) else [(steps, self.steps), (reads, used)]
+        for (lowest, highest), lines in compared:
+            if lowest != highest:
+                position, here = first_difference(lines, mesh)
+                raise RuntimeError(
+                    "ranks use parameters in different orders, so their collectives did not match and gradients are "
+                    f"wrong; use {position} was {here}. Every rank has to run the same forward and backward"
+                )

@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 # Top to bottom, `/` for sub-packages; an `__init__` stands below what it re-exports. Files may be missing, not extra.
 STACKS = {
     "simplefsdp": """
-        _compat policy mesh placement trail unshard regather slots census parametrize
+        _compat policy mesh placement ranks alike trail unshard regather slots census parametrize
         state initialize optimizer accumulate api
         explainer/facts explainer/schedule explainer/read explainer/lines explainer/capture explainer/world
         explainer/table explainer/verdict explainer/trace_events explainer/draw explainer/page explainer/report
@@ -34,7 +34,7 @@ STACKS = {
         planner/extend planner/stack planner/predict planner/text planner/scale planner/build planner/validation
         planner/command
         planner/__init__
-        cli
+        cli __main__
     """,
     "inductor_passes": """
         _compat config plan graph labels chains

@@ -24,7 +24,6 @@ CHANGED = {
     "reorder": False,
     "move_compute": False,
     "profile": "h100_sxm",
-    "dump_dir": "dumps",
 }
 
 
@@ -99,7 +98,6 @@ def test_values_are_normalised():
         ({"reorder": "yes"}, TypeError, r"reorder must be True or False"),
         ({"move_compute": 0}, TypeError, r"move_compute must be True or False"),
         ({"profile": ""}, TypeError, r"profile must be non-empty text"),
-        ({"dump_dir": 7}, TypeError, r"dump_dir must be non-empty text"),
     ],
 )
 def test_refusals_name_the_option(options, error, text):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from simplefsdp import MixedPrecisionPolicy, simple_fsdp
@@ -346,3 +347,22 @@ def test_a_compiled_module_and_a_function_are_refused():
             simple_fsdp(torch.compile(nn.Linear(2, 2), backend="eager"))
         with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, got function"):
             simple_fsdp(fine)
+
+
+def test_models_that_synchronise_gradients_themselves_are_refused():
+    with fake_process_group(0, 2):
+        with pytest.raises(ValueError, match="holds a DistributedDataParallel"):
+            simple_fsdp(nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))))
+        with pytest.raises(ValueError, match="holds a FSDPLinear"):
+            simple_fsdp(fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,))))
+
+
+def test_what_would_crash_or_fail_later_is_refused():
+    with fake_process_group(0, 2):
+        model = simple_fsdp(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)))
+        with pytest.raises(RuntimeError, match="call it before simple_fsdp"):
+            model.share_memory()
+        with pytest.raises(
+            ValueError, match=r"DTensor of shape \(6, 4\) to the sharded parameter '1.weight'"
+        ):
+            model[1].weight = model[0].weight
