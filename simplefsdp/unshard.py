@@ -12,6 +12,7 @@ replicas: F times fewer bytes than reducing the whole gradient. Gradients are me
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -28,7 +29,19 @@ from .policy import GradientSync
 
 __all__ = ["TracedUnshard", "gather", "reduce_gradient", "traced_unshard", "unshard"]
 
-TracedUnshard = Callable[[torch.Tensor, "torch.Tensor | None", str], torch.Tensor]
+
+@dataclasses.dataclass(frozen=True)
+class TracedUnshard:
+    """The unshard of one spec as Dynamo sees it.
+
+    Attributes:
+        call: shard, accumulator, value of the `GradientSync` and `key` to the unsharded tensor.
+        key: text that differs where specs differ. As an argument it is guarded: Dynamo does not guard which function
+            it calls, and code compiled for one spec would serve another of equal shapes.
+    """
+
+    call: Callable[[torch.Tensor, torch.Tensor | None, str, str], torch.Tensor]
+    key: str
 
 
 def unshard(
@@ -55,7 +68,7 @@ def unshard(
     if not (spec.storage_dtype.is_floating_point or spec.storage_dtype.is_complex):
         full = gather(shard.detach(), spec)
     elif traced is not None and torch.compiler.is_compiling():
-        full = traced(shard, accumulator, sync.value)
+        full = traced.call(shard, accumulator, sync.value, traced.key)
     else:
         full = _Unshard.apply(shard, accumulator, spec, sync)
     tp = spec.tensor_parallel
@@ -127,10 +140,12 @@ def traced_unshard(spec: ShardSpec) -> TracedUnshard:
     Dynamo spends about 0.1 s of CPU time on each autograd Function that it traces itself.
     """
 
-    def unshard_in_graph(shard: torch.Tensor, accumulator: torch.Tensor | None, sync: str) -> torch.Tensor:
+    def unshard_in_graph(
+        shard: torch.Tensor, accumulator: torch.Tensor | None, sync: str, key: str
+    ) -> torch.Tensor:
         return _Unshard.apply(shard, accumulator, spec, GradientSync(sync))
 
-    return torch.compiler.allow_in_graph(unshard_in_graph)
+    return TracedUnshard(torch.compiler.allow_in_graph(unshard_in_graph), repr(spec))
 
 
 class _Unshard(torch.autograd.Function):

@@ -280,3 +280,19 @@ def test_public_names():
         "options",
         "uninstall",
     ]
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # importing TorchInductor
+def test_a_pass_of_somebody_else_runs_on_each_graph_before_ours(monkeypatch):
+    other, ours = Other("runs first"), PostGradHook.__call__
+    inductor_config.post_grad_custom_post_pass = other
+
+    def noting(hook, graph):
+        other.seen.append("ours")
+        ours(hook, graph)
+
+    monkeypatch.setattr(PostGradHook, "__call__", noting)
+    with world(4):
+        found = compile_once(PassConfig(planner="none", memory_budget_gb=3.0))
+    assert found == {"hit": 0, "miss": 2, "bypass": 0}
+    assert other.seen == ["runs first", "ours"] * 2

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._inductor import config
 
-from inductor_passes import PassConfig, _compat, options
+from inductor_passes import PassConfig, _compat, aot_eager_backend, options
 from inductor_passes.reorder import ReorderReport
 from simplefsdp import simple_fsdp
 from tests.helpers.memory import LiveBytes
@@ -84,3 +84,19 @@ def test_the_modelled_peak_is_the_live_peak_and_the_budget_holds(monkeypatch, bu
         assert peak.in_flight <= budget_bytes
     if budget_bytes > 10**9:
         assert found["backward"].in_flight > 2 * WEIGHT_BYTES
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_forward_without_gradients_holds_one_bucket_more_than_it_uses(compiled):
+    torch._dynamo.reset()
+    with fake_process_group(0, 4), torch.no_grad():
+        model = simple_fsdp(nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in range(LAYERS))))
+        backend = aot_eager_backend(PassConfig(planner="block", blocks=("Linear",), profile="h100_sxm"))
+        run = torch.compile(model, backend=backend, fullgraph=True) if compiled else model
+        x = torch.randn(4, DIM)
+        run(x)  # compiles
+        with LiveBytes([*model.parameters(), x]) as live:
+            held = live.current_bytes
+            run(x)
+    assert WEIGHT_BYTES <= live.peak_bytes - held <= 2.1 * WEIGHT_BYTES  # a tenth for activations
+    torch._dynamo.reset()

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from inductor_passes import PassConfig, aot_eager_backend
+from inductor_passes.graph import starts
 from simplefsdp import simple_fsdp
-from tests.inductor_passes.toy import BF16, Mlp, Traced, saved_gathers, trace, trace_wrapped, world
+from tests.inductor_passes.toy import BF16, Mlp, Traced, members, saved_gathers, trace, trace_wrapped, world
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -198,3 +199,20 @@ def test_inference_graphs_are_left_alone():
         torch.compile(model, backend=backend, fullgraph=True)(torch.randn(4, 16))
     assert Traced(backend).gathered("inference") == WEIGHTS
     assert Traced(backend).record("reshard").items == ()
+
+
+def test_lengths_that_vary_pass_through_with_symbolic_sizes():
+    torch._dynamo.reset()
+    model = simple_fsdp(Mlp(), mp_policy=BF16)
+    config = PassConfig(planner="block", blocks=("layers.*",), profile="h100_sxm")
+    backend = aot_eager_backend(config)
+    run = torch.compile(model, backend=backend, fullgraph=True)
+    for rows in (8, 12, 16, 20):
+        run(torch.randn(rows, 16)).sum().backward()
+    forwards = [gm.graph for kind, gm in backend.graphs if kind == "forward"]
+    assert len(forwards) == 2  # one for 8 rows, one for any number
+    assert [record.failure for record in backend.records if record.failure] == []
+    for graph in forwards:
+        assert sorted(members(graph, "all_gather")) == sorted(WEIGHTS)
+        assert len(starts(graph)) == 2  # a bucket for each block
+    torch._dynamo.reset()

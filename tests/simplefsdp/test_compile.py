@@ -6,13 +6,16 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
 
 from simplefsdp import MixedPrecisionPolicy, simple_fsdp
-from tests.helpers.collectives import counts_by_kind, graph_collectives
+from tests.helpers.collectives import counts_by_kind, graph_collectives, record_collectives
 from tests.helpers.graphs import GraphRecorder
 from tests.helpers.meshes import mesh
 from tests.helpers.worlds import fake_process_group
 from tests.simplefsdp.models import Block, batch, loss_of, make_net
+from tests.simplefsdp.reference import Case, check_same, train_reference, train_sharded
+from tests.simplefsdp.zoo import features
 
 
 @pytest.fixture
@@ -83,16 +86,38 @@ def test_a_layer_that_torch_does_not_compile_by_itself_runs(world_of_four):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_two_policies_on_one_class_compile_apart(world_of_four):
-    model = nn.Sequential(Block(), Block())
-    simple_fsdp(model[0], mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32))
-    simple_fsdp(model[1])
-    simple_fsdp(model)
-    dtypes = []
-    for block in model:
-        block.up.register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
-    model(torch.randn(3, 12))
-    assert dtypes == [torch.bfloat16, torch.float32]
+def test_equal_blocks_with_other_policies_or_meshes_compile_apart(world_of_four):
+    """One code object for all: what a block was compiled for must not serve a block of another policy or mesh."""
+    flat, hybrid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    fp32, bf16 = torch.float32, torch.bfloat16
+    kinds = [
+        (flat, MixedPrecisionPolicy(), {("all_gather", 4, fp32), ("reduce_scatter", 4, fp32)}),
+        (
+            flat,
+            MixedPrecisionPolicy(reduce_dtype=bf16),
+            {("all_gather", 4, fp32), ("reduce_scatter", 4, bf16)},
+        ),
+        (flat, MixedPrecisionPolicy(bf16), {("all_gather", 4, bf16), ("reduce_scatter", 4, bf16)}),
+        (
+            hybrid,
+            MixedPrecisionPolicy(),
+            {("all_gather", 2, fp32), ("reduce_scatter", 2, fp32), ("all_reduce", 2, fp32)},
+        ),
+    ]
+    kinds.append(kinds[0])  # as the first one again: its code is found, not that of the last
+    blocks = nn.ModuleList(Block() for _ in kinds)
+    counter = CompileCounterWithBackend("aot_eager")
+    for block, (device_mesh, policy, _) in zip(blocks, kinds, strict=True):
+        simple_fsdp(block, device_mesh, mp_policy=policy)
+        block.compile(backend=counter, fullgraph=True)
+    x = torch.randn(3, 12, requires_grad=True)
+    for block in blocks:
+        block(x).sum().backward()  # compiles
+    for block, (_, _, expected) in zip(blocks, kinds, strict=True):
+        with record_collectives() as seen:
+            block(x).sum().backward()
+        assert {(c.kind, c.group_size, c.dtype) for c in seen} == expected
+    assert counter.frame_count == 4
 
 
 def test_lengths_that_vary_need_two_graphs_at_most(world_of_four):
@@ -203,3 +228,15 @@ def test_eager_and_every_way_to_compile_agree(workers):
                 torch.testing.assert_close(ours, expected, msg=lambda m, w=way: f"{w}: {m}")
         for ours, expected in zip(broken["aot_eager"], broken["eager"], strict=True):
             torch.testing.assert_close(ours, expected)
+
+
+def _broken_equals_reference(rank: int, world: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    case = Case(WithBreak, features(2, 6))
+    model = simple_fsdp(case.module(), mesh(world))
+    run = torch.compile(model, backend="aot_eager")
+    check_same(train_sharded(case, rank, model, run), train_reference(case, world)[rank], case.rtol)
+
+
+def test_a_graph_break_leaves_gradients_right(workers):
+    workers(2).run(_broken_equals_reference)

@@ -85,7 +85,15 @@ def test_few_rows_on_many_ranks_and_all_rows_on_one(workers, name):
 
 # Dynamo spends a good part of a second on each parameter: only what it could treat differently from eager mode.
 # The tied case is compiled on a hybrid mesh, below.
-COMPILED = ("frozen_base", "odd", "complex", "non_contiguous", "three_of_one_module", "parametrized")
+COMPILED = (
+    "frozen_base",
+    "odd",
+    "complex",
+    "non_contiguous",
+    "three_of_one_module",
+    "parametrized",
+    "many_outputs",
+)
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -315,7 +315,10 @@ def _tensor_parallel(rank: int, world: int, policy: MixedPrecisionPolicy) -> tup
     model = simple_fsdp(ReplicatedNorm(both["tp"]), both["dp"], mp_policy=policy)
     x = DTensor.from_local(torch.full((2, 5), 1.0 + rank), both["tp"], [Shard(0)], run_check=False)
     with record_collectives() as collectives:
-        model(x).to_local().float().sum().backward()
+        out = model(x)
+        assert isinstance(out, DTensor)
+        assert tuple(out.shape) == (4, 5)
+        out.to_local().float().sum().backward()
         grad = model.weight.grad.full_tensor()
     tp_ranks = tuple(sorted(both["tp"].mesh.tolist()))
     return [(c.kind, c.dtype) for c in collectives if c.ranks == tp_ranks], grad

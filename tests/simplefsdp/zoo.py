@@ -273,7 +273,20 @@ def complex_inputs(generator: torch.Generator) -> tuple[torch.Tensor]:
     return (torch.randn(2, 5, dtype=torch.complex128, generator=generator),)
 
 
+class ManyOutputs(nn.Module):
+    """An alias of the input, two outputs of one layer with bias (one not contiguous), a gradient that is expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gain = nn.Linear(5, 7), nn.Parameter(torch.randn(5, 3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+        y = self.linear(x)
+        return x, {"y": y, "transposed": y.tanh().t()}, self.gain.sum()
+
+
 CASES = {
+    "many_outputs": Case(ManyOutputs, features(4, 5)),
     "uneven": Case(Uneven, features(4, 5)),
     "tied": Case(Tied, tokens(5, 6)),
     "shared_module": Case(SharedModule, features(4, 5)),
