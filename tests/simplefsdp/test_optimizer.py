@@ -49,7 +49,8 @@ def _train(rank: int, world: int):
         for param, expected in zip(model.parameters(), _reference(world, make), strict=True):
             torch.testing.assert_close(param.full_tensor(), expected, msg=lambda m, n=name: f"{n}: {m}")
             for value in optimizer.state[param].values():
-                if isinstance(value, DTensor) and value.dim():
+                if value.dim():
+                    assert isinstance(value, DTensor), name
                     assert value.to_local().shape == param.to_local().shape
 
 
