@@ -136,16 +136,31 @@ def aot_autograd_backend(
     bw_compiler: Callable[..., Any],
     inference_compiler: Callable[..., Any],
     partition_fn: Callable[..., Any],
+    *,
+    decompose: bool = False,
 ) -> Callable[..., Any]:
-    """A `torch.compile` backend that calls the given partitioner and compilers on AOTAutograd's graphs."""
+    """A `torch.compile` backend that calls the given partitioner and compilers on AOTAutograd's graphs.
+
+    Args:
+        fw_compiler, bw_compiler, inference_compiler: what to call on each graph module and its inputs.
+        partition_fn: what splits a joint graph.
+        decompose: break operators down as TorchInductor does.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_compiler
+
+    decompositions = None
+    if decompose:
+        from torch._inductor.decomposition import select_decomp_table
+
+        decompositions = select_decomp_table()
 
     return aot_autograd(
         fw_compiler=make_boxed_compiler(fw_compiler),
         bw_compiler=make_boxed_compiler(bw_compiler),
         inference_compiler=make_boxed_compiler(inference_compiler),
         partition_fn=partition_fn,
+        decompositions=decompositions,
         keep_inference_input_mutations=True,
     )
 

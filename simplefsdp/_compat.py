@@ -49,7 +49,6 @@ __all__ = [
     "split_mesh_dim",
     "storage_id",
     "strided_shard",
-    "training_backend",
     "tree_leaves",
     "tree_map_only",
     "version",
@@ -223,8 +222,8 @@ def foreach_norm(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Te
 
 
 @contextlib.contextmanager
-def fake_world(ranks: int) -> Iterator[None]:
-    """Rank 0 of a process group of `ranks` whose collectives do nothing.
+def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
+    """Play one rank of a process group of `ranks` whose collectives do nothing.
 
     Raises:
         RuntimeError: a process group exists already.
@@ -234,7 +233,7 @@ def fake_world(ranks: int) -> Iterator[None]:
 
     if dist.is_initialized():
         raise RuntimeError("a process group exists already")
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield
     finally:
@@ -266,27 +265,6 @@ def fake_like(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
     device = torch.device("cpu") if tensor.is_meta else tensor.device
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-
-
-def training_backend(
-    fw_compiler: Callable[..., Any],
-    bw_compiler: Callable[..., Any],
-    inference_compiler: Callable[..., Any],
-    partition_fn: Callable[..., Any],
-) -> Callable[..., Any]:
-    """A `torch.compile` backend that calls these on AOTAutograd's graphs, decomposed as TorchInductor has them."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_compiler
-    from torch._inductor.decomposition import select_decomp_table
-
-    return aot_autograd(
-        fw_compiler=make_boxed_compiler(fw_compiler),
-        bw_compiler=make_boxed_compiler(bw_compiler),
-        inference_compiler=make_boxed_compiler(inference_compiler),
-        partition_fn=partition_fn,
-        decompositions=select_decomp_table(),
-        keep_inference_input_mutations=True,
-    )
 
 
 def find_graph_break(graph: torch.fx.GraphModule) -> tuple[str, str] | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inductor_passes._compat import is_tangent, min_cut_partition
+from inductor_passes._compat import aot_autograd_backend, is_tangent, min_cut_partition
 from inductor_passes.bucket import merge_waits
 from inductor_passes.costs.model import ProfileCostModel
 from inductor_passes.hooks import JointHook, PostGradHook
@@ -90,11 +90,12 @@ class Capture:
         self.dumps: list[Dump] = []
         self.interruptions: list[Interruption] = []
         self.compiled = 0
-        self._backend = _compat.training_backend(
+        self._backend = aot_autograd_backend(
             fw_compiler=self._compiler("forward"),
             bw_compiler=self._compiler("backward"),
             inference_compiler=self._compiler("inference"),
             partition_fn=self._partition,
+            decompose=True,
         )
 
     def __call__(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

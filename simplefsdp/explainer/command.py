@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from simplefsdp.llama.options import UsageError, parse_as
+from simplefsdp.llama.options import UsageError, answer
 
 PROG = "simplefsdp explain"
-EXIT_FAILURE, EXIT_USAGE = 1, 2
+EXIT_FAILURE = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 success, 1 the model cannot be traced, 2 bad input.
     """
-    try:
-        options = parse_as(ExplainOptions, list(sys.argv[1:] if argv is None else argv), prog=PROG)
-        return _run(options)
-    except UsageError as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
-        return EXIT_USAGE
+    return answer(ExplainOptions, argv, _run, prog=PROG)
 
 
 def _run(options: ExplainOptions) -> int:

@@ -13,27 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from simplefsdp.explainer.draw import ACTIVITY_COLOURS, MEMORY_COLOURS
 from simplefsdp.explainer.facts import Memory
-from simplefsdp.explainer.table import MIB, shorten
+from simplefsdp.explainer.table import COLUMNS, leading_cells, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from simplefsdp.explainer.schedule import Timeline
     from simplefsdp.explainer.table import BucketRow
-
-_COLUMNS = (
-    "#",
-    "kind",
-    "group",
-    "dtype",
-    "MiB",
-    "ms",
-    "exposed ms",
-    "issued",
-    "awaited",
-    "members",
-    "reason",
-)
 
 
 def page(
@@ -99,22 +85,11 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[BucketRow]) -> str:
-    head = "".join(f"<th>{html.escape(column)}" for column in _COLUMNS)
+    head = "".join(f"<th>{html.escape(column)}" for column in COLUMNS)
     body = ""
     for row in rows:
-        cells = (
-            row.number,
-            row.kind,
-            row.group,
-            row.dtype,
-            f"{row.size_bytes / MIB:.2f}",
-            f"{row.modelled_ns / 1e6:.3f}",
-            f"{row.exposed_ns / 1e6:.3f}",
-            row.issued,
-            row.awaited,
-        )
         members = f'<td title="{html.escape(" ".join(row.members))}">{html.escape(shorten(row.members))}'
         flag = " class=exposed" if row.exposed_ns else ""
-        body += f"<tr{flag}>" + "".join(f"<td>{html.escape(str(cell))}" for cell in cells) + members
+        body += f"<tr{flag}>" + "".join(f"<td>{html.escape(cell)}" for cell in leading_cells(row)) + members
         body += f"<td>{html.escape(row.reason)}"
     return f"<table><tr>{head}{body}</table>"

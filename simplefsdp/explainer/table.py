@@ -15,6 +15,20 @@ from simplefsdp.explainer.schedule import Timeline, bucket_name
 
 MIB = 2**20
 
+COLUMNS = (
+    "#",
+    "kind",
+    "group",
+    "dtype",
+    "MiB",
+    "ms",
+    "exposed ms",
+    "issued",
+    "awaited",
+    "members",
+    "reason",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class BucketRow:
@@ -106,38 +120,25 @@ def shorten(members: Sequence[str]) -> str:
     return f"{'.'.join(split[0][:shared])}: {shown}" if shared else shown
 
 
+def leading_cells(row: BucketRow) -> tuple[str, ...]:
+    """What stands in the columns before the members."""
+    return (
+        str(row.number),
+        row.kind,
+        row.group,
+        row.dtype,
+        f"{row.size_bytes / MIB:.2f}",
+        f"{row.modelled_ns / 1e6:.3f}",
+        f"{row.exposed_ns / 1e6:.3f}",
+        row.issued,
+        row.awaited,
+    )
+
+
 def table_text(rows: Sequence[BucketRow]) -> str:
     """The table in plain text, with aligned columns."""
-    head = (
-        "#",
-        "kind",
-        "group",
-        "dtype",
-        "MiB",
-        "ms",
-        "exposed ms",
-        "issued",
-        "awaited",
-        "members",
-        "reason",
-    )
-    cells = [
-        (
-            str(row.number),
-            row.kind,
-            row.group,
-            row.dtype,
-            f"{row.size_bytes / MIB:.2f}",
-            f"{row.modelled_ns / 1e6:.3f}",
-            f"{row.exposed_ns / 1e6:.3f}",
-            row.issued,
-            row.awaited,
-            shorten(row.members),
-            row.reason,
-        )
-        for row in rows
-    ]
-    widths = [max(len(line[column]) for line in (head, *cells)) for column in range(len(head))]
+    lines = [(*leading_cells(row), shorten(row.members), row.reason) for row in rows]
+    widths = [max(len(line[column]) for line in (COLUMNS, *lines)) for column in range(len(COLUMNS))]
     numeric = (0, 4, 5, 6)
 
     def line(values: Sequence[str]) -> str:
@@ -147,4 +148,4 @@ def table_text(rows: Sequence[BucketRow]) -> str:
         ]
         return "  ".join(parts).rstrip()
 
-    return "\n".join([line(head), *map(line, cells)])
+    return "\n".join([line(COLUMNS), *map(line, lines)])

@@ -12,12 +12,16 @@ import dataclasses
 import io
 import math
 import re
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar, get_args, get_type_hints
 
 from simplefsdp.llama.config import get_config
 from simplefsdp.llama.sources import DataError, find_files
+
+EXIT_USAGE = 2
 
 OptionsT = TypeVar("OptionsT")
 
@@ -279,6 +283,27 @@ def parse_as(kind: type[OptionsT], argv: list[str], *, prog: str) -> OptionsT:
         if not stop.code:
             raise
         raise UsageError(f"{_one_line(complaint.getvalue())} (see {prog} --help)") from None
+
+
+def answer(
+    kind: type[OptionsT], argv: Sequence[str] | None, run: Callable[[OptionsT], int], *, prog: str
+) -> int:
+    """Parse a command's options and run it; bad input is one line on standard error.
+
+    Args:
+        kind: the dataclass of its options.
+        argv: the options as text; `None` takes them from `sys.argv`.
+        run: the command, which returns the exit code and may raise `UsageError`.
+        prog: how the program is called in help and messages.
+
+    Returns:
+        The exit code: that of the command, or 2 for bad input.
+    """
+    try:
+        return run(parse_as(kind, list(sys.argv[1:] if argv is None else argv), prog=prog))
+    except UsageError as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return EXIT_USAGE
 
 
 def _one_line(box: str) -> str:

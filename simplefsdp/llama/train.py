@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simplefsdp.llama.launch import launch, watch_launcher
-from simplefsdp.llama.options import TrainOptions, UsageError, parse
+from simplefsdp.llama.options import EXIT_USAGE, TrainOptions, UsageError, parse
 from simplefsdp.llama.rundir import create_run_directory, find_run_directory
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 PROG = "simplefsdp train"
 EXIT_FAILURE = 1
-EXIT_USAGE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from simplefsdp.llama.options import UsageError, parse_as
+from simplefsdp.llama.options import UsageError, answer
 
 if TYPE_CHECKING:
     from inductor_passes.costs.profiles import HardwareProfile
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from simplefsdp.planner.build import Traced
 
 PROG = "simplefsdp plan"
-EXIT_FAILURE, EXIT_USAGE = 1, 2
+EXIT_FAILURE = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 success, 1 the model cannot be traced, 2 bad input.
     """
-    try:
-        options = parse_as(PlanOptions, list(sys.argv[1:] if argv is None else argv), prog=PROG)
-        return _run(options)
-    except UsageError as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
-        return EXIT_USAGE
+    return answer(PlanOptions, argv, _run, prog=PROG)
 
 
 def _run(options: PlanOptions) -> int:

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from simplefsdp._compat import fake_world
 
 
 @contextmanager
@@ -26,14 +26,8 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     """
     if dist.is_initialized():
         raise RuntimeError("fake_process_group needs a process without a process group")
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
+    with fake_world(world_size, rank):
         yield
-    finally:
-        dist.destroy_process_group()
-        # DTensor remembers shardings with the mesh they were computed on. An equal mesh of the next world has
-        # other process groups.
-        _clear_sharding_prop_cache()
 
 
 @contextmanager

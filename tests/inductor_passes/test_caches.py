@@ -58,21 +58,27 @@ def main(planner: str) -> None:
     print(json.dumps({"values": values, "lookups": lookups()}))
 
 
+def main_in_a_process(
+    planner: str, settings: dict[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Run `main` in a process of its own, with these environment variables."""
+    return subprocess.run(
+        [sys.executable, "-c", f"from tests.inductor_passes.test_caches import main; main({planner!r})"],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=True,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | settings,
+    )
+
+
 def test_a_second_process_finds_what_the_first_compiled(tmp_path):
     """Forward and backward, with all passes installed, whatever the seed of Python's hashes."""
 
     def run(seed: str, planner: str = "none") -> dict:
-        code = f"from tests.inductor_passes.test_caches import main; main({planner!r})"
         settings = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONHASHSEED": seed}
-        out = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            timeout=170,
-            check=True,
-            cwd=Path(__file__).parents[2],
-            env=os.environ | settings,
-        )
+        out = main_in_a_process(planner, settings, timeout_s=170)
         return json.loads(out.stdout.splitlines()[-1])
 
     first, second = run("1"), run("2")

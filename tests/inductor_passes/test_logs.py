@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+
+from tests.inductor_passes.test_caches import main_in_a_process
 
 
 @pytest.mark.timeout(400)  # a busy machine starts processes slowly
 def test_records_reach_torch_logs_and_torch_trace(tmp_path):
-    code = "from tests.inductor_passes.test_caches import main; main('none')"
     trace = tmp_path / "trace"
     settings = {
         "TORCH_LOGS": "+inductor_passes",
         "TORCH_TRACE": str(trace),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
     }
-    out = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=380,
-        check=True,
-        cwd=Path(__file__).parents[2],
-        env=os.environ | settings,
-    )
+    out = main_in_a_process("none", settings, timeout_s=380)
     expected = [
         ("reshard", "joint"),
         *((p, g) for g in ("forward", "backward") for p in ("bucket", "reorder")),
