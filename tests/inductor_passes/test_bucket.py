@@ -16,6 +16,7 @@ from inductor_passes.hooks import PostGradHook, bucket_pass
 from inductor_passes.report import members_of
 from inductor_passes.setups import Setup
 from inductor_passes.verify import Snapshot, VerificationError
+from tests.helpers.effort import count_calls
 from tests.inductor_passes.graphs import RANKS, Builder, aten, funcol, groups, random_graph, run
 from tests.inductor_passes.toy import trace, world
 
@@ -167,6 +168,56 @@ def test_layout_of_a_gather_bucket(names):
     assert tuple(table.meta["val"].shape) == (RANKS, 40)
     slices = [node for node in module.graph.nodes if node.target is aten.slice.Tensor]
     assert [node.args[1:] for node in slices] == [(1, 0, 16), (1, 16, 40)]
+
+
+def test_values_of_new_nodes_are_those_of_the_fake_mode(names):
+    """The short way to the meta kernels gives the tensors of the long way: layout, device, and whose memory it is."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    build = Builder()
+    with FakeTensorMode() as mode:
+        shards = [torch.empty(2, 8), torch.empty(3, 8)[:, ::2]]
+        grads = [torch.empty(RANKS, 6), torch.empty(6, 2 * RANKS).t()]
+    nodes = [build.input((1,)) for _ in (*shards, *grads)]
+    for node, value in zip(nodes, (*shards, *grads), strict=True):
+        node.meta["val"] = value
+    fulls = [build.gather(node, names[0], f"layers.0.p{i}") for i, node in enumerate(nodes[:2])]
+    means = [build.reduce_scatter(node, names[0], f"layers.0.g{i}") for i, node in enumerate(nodes[2:])]
+    module = build.finish(*(build.call(aten.sum.default, full) for full in fulls), *means)
+    found = {node.name for node in module.graph.nodes}
+    bucketed(module)
+    added = [node for node in module.graph.nodes if node.name not in found]
+    assert {node.target for node in added} >= {aten.reshape.default, aten.slice.Tensor, aten.cat.default}
+
+    def layout(value, source):
+        shared = value.untyped_storage()._cdata == source.untyped_storage()._cdata
+        strides = [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1]
+        return value.shape, strides, value.storage_offset(), value.dtype, value.device, shared
+
+    for node in added:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+        with mode:
+            expected = node.target(*args, **kwargs)
+        source = node.all_input_nodes[0].meta["val"]
+        assert node.meta["val"].fake_mode is mode
+        assert layout(node.meta["val"], source) == layout(expected, source), node.format_node()
+
+
+def test_effort_grows_with_the_graph_and_no_faster(names):
+    def effort(blocks: int) -> float:
+        build = Builder()
+        x = build.input((8, 8))
+        for block in range(blocks):
+            for part in "abc":
+                full = build.gather(build.input((2, 8)), names[0], f"layers.{block}.{part}")
+                x = build.call(aten.relu.default, build.call(aten.mm.default, x, full))
+        graph = build.finish(x).graph
+        nodes = len(graph.nodes)
+        return count_calls(lambda: PostGradHook((setup("none"),), pinned=True)(graph)) / nodes
+
+    effort(2)  # what Python does only once
+    small, large = effort(40), effort(160)
+    assert large < 1.1 * small
 
 
 def test_symbolic_sizes_stay_alone(names):
