@@ -21,7 +21,7 @@ STACKS = {
     "simplefsdp": """
         _compat policy mesh placement ranks alike trail unshard regather slots census parametrize
         state initialize optimizer accumulate api
-        explainer/facts explainer/schedule explainer/read explainer/lines explainer/capture explainer/world
+        explainer/facts explainer/schedule explainer/read explainer/eager explainer/lines explainer/capture explainer/world
         explainer/table explainer/verdict explainer/trace_events explainer/draw explainer/page explainer/report
         explainer/api explainer/__init__ __init__
         llama/config llama/model llama/checkpointing llama/flops llama/shards
@@ -30,7 +30,7 @@ STACKS = {
         llama/state_markers llama/train_state llama/checkpoint_files llama/checkpoint
         llama/clock llama/schedule llama/metrics llama/display llama/plot llama/reporter
         llama/build llama/trainer llama/train llama/__init__
-        explainer/hardware explainer/target explainer/wrapping explainer/trace_errors explainer/command
+        explainer/hardware explainer/options explainer/trace_errors explainer/target explainer/wrapping explainer/command
         planner/extend planner/stack planner/predict planner/text planner/scale planner/build planner/validation
         planner/command
         planner/__init__

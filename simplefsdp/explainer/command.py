@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from simplefsdp.explainer.options import StepOptions, check_directory
 from simplefsdp.llama.options import UsageError, answer
 
 PROG = "simplefsdp explain"
@@ -18,35 +19,13 @@ EXIT_FAILURE = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class ExplainOptions:
+class ExplainOptions(StepOptions):
     """Show what the compiler passes make of one training step, and what it costs on modelled hardware. Nothing runs."""
 
-    model: str = "debug"
-    """A Llama (debug, 1b, 8b, 70b, 405b), or module:function, which returns (model, inputs)."""
-    gpus: int = 8
-    """Devices of the imagined run."""
-    hardware: str = "h100"
-    """h100, h200, a100, b200, cpu, or a profile file that ends in .json."""
-    sharding_factor: int | None = None
-    """Ranks that share one copy of the parameters: 1 replicates (DDP); default all (FSDP)."""
-    seq: int | None = None
-    """Tokens per sequence of a Llama. Default: 8192, or the most it can."""
-    local_batch: int = 1
-    """Sequences per device of a Llama."""
-    ac: Literal["none", "full", "selective"] = "none"
-    """Activation checkpointing of a Llama."""
-    layers: int | None = None
-    """Build a Llama with this many blocks: quicker, and the picture is easier to read."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """bf16 compute with fp32 storage and reductions, or fp32."""
     planner: Literal["auto", "greedy", "block", "none"] = "auto"
     """Who decides buckets and places."""
     blocks: tuple[str, ...] = ()
     """Modules that make a bucket each with --planner block. Default for a Llama: layers.*"""
-    memory_budget_gb: float = 4.0
-    """What prefetching may hold in flight, in 10**9 bytes."""
-    reshard_after_forward: bool = True
-    """Free gathered parameters after forward and gather them again in backward."""
     out: Path = Path("explain")
     """Directory for report.txt, schedule.html, schedule.png, trace.json and the graphs before and after each pass."""
     png: bool = True
@@ -66,35 +45,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: ExplainOptions) -> int:
-    # Not at the top: a mistyped option is answered before torch is imported.
+    options.check()
+    check_directory("--out", options.out)
+
+    # Not at the top: mistakes are answered before torch is imported.
     from simplefsdp.explainer.api import explain
     from simplefsdp.explainer.hardware import find_hardware
     from simplefsdp.explainer.target import find_target
     from simplefsdp.explainer.trace_errors import TraceError, explain_failure
     from simplefsdp.explainer.wrapping import wrap_options
 
+    hardware = find_hardware(options.hardware)
     try:
-        hardware = find_hardware(options.hardware)
-        wrap = wrap_options(
-            gpus=options.gpus,
-            sharding_factor=options.sharding_factor,
-            precision=options.precision,
-            planner=options.planner,
-            blocks=options.blocks or ("layers.*",),
-            memory_budget_gb=options.memory_budget_gb,
-            reshard_after_forward=options.reshard_after_forward,
-            profile=hardware.profile,
-        )
+        hardware.load()
     except ValueError as error:
-        raise UsageError(str(error)) from error
-    target = find_target(
-        options.model,
-        seq_len=options.seq,
-        local_batch=options.local_batch,
-        checkpointing=options.ac,
-        layers=options.layers,
+        raise UsageError(f"--hardware: {error}") from error
+    wrap = wrap_options(
+        gpus=options.gpus,
+        sharding_factor=options.sharding_factor,
+        precision=options.precision,
+        planner=options.planner,
+        blocks=options.blocks or ("layers.*",),
+        memory_budget_gb=options.memory_budget_gb,
+        reshard_after_forward=options.reshard_after_forward,
+        profile=hardware.profile,
     )
     try:
+        target = find_target(
+            options.model,
+            seq_len=options.seq,
+            local_batch=options.local_batch,
+            checkpointing=options.ac or "none",
+            layers=options.layers,
+        )
         with explain_failure(target.name):
             report = explain(target.model, *target.inputs, ranks=options.gpus, wrap=wrap, title=target.name)
     except TraceError as error:

@@ -1,14 +1,17 @@
 """The hardware a user may name: a profile of times, and how much memory a device has.
 
-Owns names and memory sizes. Must not know models or plans.
+Owns names and memory sizes. Must not know models or plans. Names are looked up without torch, which reading a
+profile brings.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from inductor_passes.costs.profiles import HardwareProfile, load_profile, shipped_profiles
+if TYPE_CHECKING:
+    from inductor_passes.costs.profiles import HardwareProfile
 
 GIB = 2**30
 
@@ -30,7 +33,13 @@ class Hardware:
     source: str
 
     def load(self) -> HardwareProfile:
-        """The profile's constants."""
+        """The profile's constants.
+
+        Raises:
+            ValueError: the file is not a profile; says which field is wrong.
+        """
+        from inductor_passes.costs.profiles import load_profile  # brings torch
+
         return load_profile(self.profile)
 
 
@@ -62,10 +71,9 @@ def find_hardware(name: str) -> Hardware:
         if name.lower() in (item.name, item.profile):
             return item
     if name.endswith(".json"):
-        load_profile(name)
+        if not Path(name).is_file():
+            raise ValueError(f"{name}: no such file")
         return Hardware(name, name, None, "not in a profile file")
-    if name in shipped_profiles():
-        return Hardware(name, name, None, "not known")
     raise ValueError(
         f"unknown hardware {name!r}; there are {', '.join(item.name for item in KNOWN)}, and files that end in .json, "
         "as `python -m inductor_passes.costs.calibrate --out FILE` writes"

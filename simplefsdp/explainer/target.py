@@ -6,23 +6,26 @@ with the model.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
-import os
-import sys
 from typing import Any
 
 import torch
 from torch import nn
 
-from simplefsdp.llama.checkpointing import CheckpointMode, apply_activation_checkpointing
-from simplefsdp.llama.config import CONFIGS, LlamaConfig, get_config
+from simplefsdp.explainer.options import (
+    DEFAULT_SEQ_LEN,
+    CheckpointMode,
+    StepOptions,
+    check_own_model,
+    find_llama,
+)
+from simplefsdp.explainer.trace_errors import explain_failure
+from simplefsdp.llama.checkpointing import apply_activation_checkpointing
+from simplefsdp.llama.config import LlamaConfig
 from simplefsdp.llama.flops import flops_per_token
 from simplefsdp.llama.model import Llama
 from simplefsdp.llama.options import UsageError
-
-LLAMA_PREFIXES = ("llama3.1-", "llama3-", "llama-")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,18 +69,15 @@ def find_target(
         layers: number of a Llama's blocks; None is what the configuration says.
 
     Raises:
-        UsageError: there is no such model, or the function returns something else.
+        UsageError: there is no such model, numbers it cannot have, or the function returns something else.
+        TraceError: the function fails; says where and why.
     """
+    StepOptions(model=model, seq=seq_len, local_batch=local_batch, layers=layers).check()
     if ":" in model:
         return _own_target(model)
-    name, config = _find_config(model)
-    seq_len = min(8192, config.max_seq_len) if seq_len is None else seq_len
+    name, config = find_llama(model)
+    seq_len = min(DEFAULT_SEQ_LEN, config.max_seq_len) if seq_len is None else seq_len
     batch = 1 if local_batch is None else local_batch
-    for flag, value in (("--seq", seq_len), ("--local-batch", batch), ("--layers", layers)):
-        if value is not None and value < 1:
-            raise UsageError(f"{flag} {value}: must be at least 1")
-    if seq_len > config.max_seq_len:
-        raise UsageError(f"--seq {seq_len}: {model} attends to at most {config.max_seq_len} tokens")
     per_token = flops_per_token(config, seq_len)
     config = dataclasses.replace(config, n_layers=layers or config.n_layers, max_seq_len=seq_len)
     with torch.device("meta"):
@@ -87,36 +87,31 @@ def find_target(
     return Target(f"Llama {name}", llama, (tokens, tokens), batch * seq_len, per_token, config)
 
 
-def _find_config(name: str) -> tuple[str, LlamaConfig]:
-    short = name.lower()
-    for prefix in LLAMA_PREFIXES:
-        short = short.removeprefix(prefix)
-    try:
-        return short, get_config(short)
-    except ValueError:
-        raise UsageError(
-            f"--model {name}: unknown; there are {', '.join(CONFIGS)} (also written llama3-8b), and your own as "
-            "module:function"
-        ) from None
-
-
 def _own_target(text: str) -> Target:
+    check_own_model(text)
     module_name, _, function_name = text.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does: the user's module lies where they are
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise UsageError(f"--model {text}: cannot import {module_name!r}: {error}") from error
+    except Exception as error:
+        with explain_failure(text, "imported"):
+            raise error
     build = getattr(module, function_name, None)
     if not callable(build):
         raise UsageError(f"--model {text}: {module_name} has no function {function_name!r}")
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.device("meta"))
+    with explain_failure(text, "built"), torch.device("meta"):
         built = build()
     if not isinstance(built, tuple) or len(built) != 2 or not isinstance(built[0], nn.Module):
         raise UsageError(
-            f"--model {text}: {function_name}() must return (model, inputs), got {type(built).__name__}"
+            f"--model {text}: {function_name}() must return (model, inputs), got {_described(built)}"
         )
     model, inputs = built
     return Target(text, model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,))
+
+
+def _described(value: object) -> str:
+    """The type of a value; of a tuple, those of its items."""
+    if isinstance(value, tuple):
+        return f"({', '.join(type(item).__name__ for item in value)})"
+    return type(value).__name__

@@ -1,4 +1,4 @@
-"""A model that cannot be traced: where, and why, in one line.
+"""A model that cannot be built or traced: where, and why, in one line.
 
 Owns the reduction of torch's long errors to a place in the user's code and a reason.
 """
@@ -13,35 +13,38 @@ from pathlib import Path
 
 import torch
 
+from simplefsdp.llama.options import UsageError
+
 _USER_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _INNER = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 
 class TraceError(RuntimeError):
-    """A model cannot be traced; the text says where and why."""
+    """A model cannot be built or traced; the text says where and why."""
 
 
 @contextlib.contextmanager
-def explain_failure(name: str) -> Iterator[None]:
-    """Turn whatever tracing raises into a `TraceError`.
+def explain_failure(name: str, done: str = "traced") -> Iterator[None]:
+    """Turn whatever is raised inside into a `TraceError`, except a `UsageError`, which says itself what to change.
 
     Args:
         name: of the model.
+        done: what cannot be done with it.
 
     Raises:
         TraceError: with the innermost place in the user's code, and the first line of the reason.
     """
     try:
         yield
-    except ValueError:
-        raise  # an argument that is wrong says so itself
+    except UsageError:
+        raise
     except Exception as error:
-        reason = next(
-            (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-        )
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        if not reason or isinstance(error, (LookupError, AssertionError, AttributeError, NameError)):
+            reason = f"{type(error).__name__}: {reason}".rstrip(": ")  # the kind is half of what these say
         place = _place(error)
         where = f" at {place}" if place else ""
-        raise TraceError(f"{name} cannot be traced{where}: {reason}") from error
+        raise TraceError(f"{name} cannot be {done}{where}: {reason}") from error
 
 
 def _place(error: BaseException) -> str:

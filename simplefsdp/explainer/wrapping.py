@@ -1,6 +1,6 @@
 """From the options that commands share to the arguments of `simple_fsdp`.
 
-Owns the checks of numbers that have to divide each other, before anything is built.
+Owns the choice of precision and passes. Numbers that must divide are checked before anything is built.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from inductor_passes.config import PassConfig
+from simplefsdp.explainer.options import check_mesh
 from simplefsdp.policy import MixedPrecisionPolicy
 
 
@@ -34,15 +35,9 @@ def wrap_options(
         reshard_after_forward: as in `simple_fsdp`.
 
     Raises:
-        ValueError: numbers that do not divide; says which do.
+        UsageError: numbers that do not divide; says which do.
     """
-    if gpus < 1:
-        raise ValueError(f"--gpus {gpus}: must be at least 1")
-    if sharding_factor is not None and (sharding_factor < 1 or gpus % sharding_factor):
-        divisors = [str(number) for number in range(1, gpus + 1) if gpus % number == 0]
-        raise ValueError(
-            f"--sharding-factor {sharding_factor} must divide --gpus {gpus}; possible: {', '.join(divisors)}"
-        )
+    check_mesh(gpus, sharding_factor)
     policy = (
         MixedPrecisionPolicy(torch.bfloat16, torch.float32) if precision == "bf16" else MixedPrecisionPolicy()
     )
