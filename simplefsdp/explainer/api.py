@@ -41,6 +41,7 @@ def explain(
     wrap: Mapping[str, Any] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     title: str | None = None,
+    eager: bool = False,
 ) -> Report:
     """Show what the passes make of one training step of a model, and what it costs on modelled hardware.
 
@@ -57,6 +58,7 @@ def explain(
         wrap: keyword arguments of `simple_fsdp` for an unwrapped model: `sharding_factor`, `mp_policy`, `passes`, ...
         loss: from the model's output to a scalar; None starts backward at every output that needs a gradient.
         title: first words of the report; None is the class of the model.
+        eager: also read what eager mode would run, into `Report.eager`.
 
     Returns:
         The report.
@@ -82,7 +84,7 @@ def explain(
     if wrapped:
         setups, pinned = _installed_setups(profile)
         with fake_parameters(model, mode):
-            capture = _trace(model, fake_inputs(inputs, mode), setups, pinned, loss)
+            capture = _trace(model, fake_inputs(inputs, mode), setups, pinned, loss, eager)
         ranks = dist.get_world_size()
     else:
         assert ranks is not None
@@ -94,7 +96,7 @@ def explain(
             options["passes"] = passes
             setups, pinned = (make_setup(passes),), True
             copied = simple_fsdp(fake_copy(model, mode), **options)
-            capture = _trace(copied, fake_inputs(inputs, mode), setups, pinned, loss)
+            capture = _trace(copied, fake_inputs(inputs, mode), setups, pinned, loss, eager)
     names = list(dict.fromkeys(setup.profile.name for setup in setups))
     return Report(
         title=f"{name} on {ranks} ranks",
@@ -102,6 +104,7 @@ def explain(
         graphs=tuple(capture.graphs),
         dumps=tuple(capture.dumps),
         interruptions=tuple(capture.interruptions),
+        eager=tuple(capture.eager),
     )
 
 
@@ -153,8 +156,9 @@ def _trace(
     setups: tuple[Setup, ...],
     pinned: bool,
     loss: Callable[[Any], torch.Tensor] | None,
+    eager: bool,
 ) -> Capture:
-    capture = Capture(setups, pinned)
+    capture = Capture(setups, pinned, eager)
     known = _compat.count_compilations()
     compiled = torch.compile(model, backend=capture)
     with warnings.catch_warnings(), _quiet_dynamo():

@@ -19,6 +19,7 @@ from inductor_passes.planners import plan_collectives
 from inductor_passes.program import read_program
 from inductor_passes.setups import choose_setup
 from simplefsdp import _compat
+from simplefsdp.explainer.eager import read_eager
 from simplefsdp.explainer.facts import GraphFacts, Memory
 from simplefsdp.explainer.lines import graph_lines
 from simplefsdp.explainer.read import Saved, read_contents, saved_values
@@ -73,20 +74,24 @@ class Capture:
     Args:
         setups: what the passes may choose from.
         pinned: use the last setup for every tagged graph.
+        eager: also read what eager mode would run.
 
     Attributes:
         graphs: facts of every planned graph, in order of compilation.
+        eager: forward and backward of eager mode for every joint graph, where asked for and where it can be read.
         dumps: each graph before and after each pass.
         interruptions: graph breaks, in order.
         compiled: number of graphs Dynamo handed over.
     """
 
-    def __init__(self, setups: tuple[Setup, ...], pinned: bool = False) -> None:
+    def __init__(self, setups: tuple[Setup, ...], pinned: bool = False, eager: bool = False) -> None:
         self._setups, self._pinned = setups, pinned
         self._joint = JointHook(setups, pinned)
         self._post_grad = PostGradHook(setups, pinned)
         self._saved: list[dict[str, Saved]] = []
+        self._read_eager = eager
         self.graphs: list[GraphFacts] = []
+        self.eager: list[GraphFacts] = []
         self.dumps: list[Dump] = []
         self.interruptions: list[Interruption] = []
         self.compiled = 0
@@ -109,6 +114,13 @@ class Capture:
         return compiled
 
     def _partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        setup = choose_setup(self._setups, joint.graph, pinned=self._pinned)
+        if self._read_eager and setup is not None:
+            profile = setup.profile
+            found = read_eager(
+                joint.graph, ProfileCostModel(profile), profile.value("ranks_per_node"), setup.config.blocks
+            )
+            self.eager += found or ()
         self._run("joint", self._joint, joint.graph)
         return min_cut_partition(joint, inputs, **kwargs)
 

@@ -56,9 +56,9 @@ def read_contents(graph: fx.Graph, program: Program, saved: Mapping[str, Saved] 
     """
     nominal = work.nominal_size(graph)
     region_of = {node: at for at, nodes in enumerate(program.regions) for node in nodes}
-    memory_of = _memory_of(graph, saved)
+    memory_of = memory_owners(graph, saved)
     last_use = _last_uses(graph, region_of, memory_of, len(program.regions))
-    regions = tuple(_region(nodes, nominal) for nodes in program.regions)
+    regions = tuple(region_of_kernel(nodes, nominal) for nodes in program.regions)
 
     sources: dict[fx.Node, list[int]] = {}
     copies: list[bool] = []
@@ -124,7 +124,7 @@ def summary_of(nodes: Sequence[fx.Node]) -> str:
 
 def saved_values(graph: fx.Graph) -> dict[str, Saved]:
     """What a forward graph hands to backward and made itself, by node name: gathered parameters and activations."""
-    memory_of = _memory_of(graph)
+    memory_of = memory_owners(graph)
     out = {}
     for node in graph.output_node().all_input_nodes:
         base = memory_of[node]
@@ -134,7 +134,8 @@ def saved_values(graph: fx.Graph) -> dict[str, Saved]:
     return out
 
 
-def _region(nodes: Sequence[fx.Node], nominal: int) -> Region:
+def region_of_kernel(nodes: Sequence[fx.Node], nominal: int) -> Region:
+    """The region that nodes make up: where they were traced, what they compute, their operations."""
     heavy = [node for node in nodes if fxg.is_heavy(node)]
     module = module_of(heavy or nodes)
     flops = sum(item.flops for item in work.kernels(nodes, nominal))
@@ -146,15 +147,25 @@ def _short_name(node: fx.Node) -> str:
     return "attention" + ("_backward" if name.endswith("backward") else "") if "scaled_dot" in name else name
 
 
-def _memory_of(graph: fx.Graph, saved: Mapping[str, Saved] | None = None) -> dict[fx.Node, fx.Node]:
-    """The node whose memory each node's result lies in."""
+def memory_owners(graph: fx.Graph, saved: Mapping[str, Saved] | None = None) -> dict[fx.Node, fx.Node]:
+    """The node whose memory each node's result lies in: its own, or that of what it views.
+
+    Args:
+        graph: any graph with fake tensors.
+        saved: as in `read_contents`; inputs of one owner share memory.
+    """
     out: dict[fx.Node, fx.Node] = {}
     owners: dict[str, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and saved is not None and node.name in saved:
             out[node] = owners.setdefault(saved[node.name].owner, node)
             continue
-        is_view = fxg.is_view(node) and not fxg.is_getitem(node) and bool(node.all_input_nodes)
+        is_view = fxg.is_view(node) and bool(node.all_input_nodes)
+        if is_view and fxg.is_getitem(
+            node
+        ):  # one of several results: of a split a view, of attention a tensor
+            source = node.all_input_nodes[0]
+            is_view = out[source] is not source or fxg.is_view(source)
         out[node] = out[node.all_input_nodes[0]] if is_view else node
     return out
 

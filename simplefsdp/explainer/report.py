@@ -35,6 +35,7 @@ class Report:
         graphs: forward, backward; several pairs after graph breaks.
         dumps: each graph before and after each pass.
         interruptions: graph breaks and recompiles.
+        eager: forward and backward as eager mode would run them, if that was asked for and can be read.
     """
 
     title: str
@@ -42,6 +43,7 @@ class Report:
     graphs: tuple[GraphFacts, ...]
     dumps: tuple[Dump, ...]
     interruptions: tuple[Interruption, ...]
+    eager: tuple[GraphFacts, ...] = ()
 
     @functools.cached_property
     def timelines(self) -> tuple[Timeline, ...]:
