@@ -71,8 +71,8 @@ class _Step:
 class _Read:
     """A step reads a tensor; `remade` when it is the copy that a checkpointed region made again.
 
-    `at` is the last step of the gradient the reader belongs to: autograd lets go of what a gradient reads when all of it
-    is computed.
+    `at` is the last step of the gradient the reader belongs to: autograd lets go of what a gradient reads only when all
+    of it is computed.
     """
 
     at: int

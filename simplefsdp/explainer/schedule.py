@@ -90,6 +90,35 @@ class CollectiveTime:
     blocker: int | None
 
 
+class Stream(str, enum.Enum):
+    """Where memory is allocated; the caching allocator keeps what each stream has allocated apart."""
+
+    COMPUTE = "compute"
+    GATHER = "gathers"
+    REDUCE = "reductions"
+
+
+@dataclasses.dataclass(frozen=True)
+class Holding:
+    """Memory held from the start of one node of the schedule to the end of another, both numbered from 0.
+
+    Args:
+        use: what for.
+        size_bytes: bytes.
+        begin: node that allocates it.
+        end: node after which it is free; the number of nodes if it outlives the graph.
+        before: it was there when the graph began.
+        stream: of the collective that allocates it where collectives have streams of their own, as in FSDP2.
+    """
+
+    use: Memory
+    size_bytes: int
+    begin: int
+    end: int
+    before: bool = False
+    stream: Stream = Stream.COMPUTE
+
+
 @dataclasses.dataclass(frozen=True)
 class Timeline:
     """The modelled schedule of one graph.
@@ -101,6 +130,8 @@ class Timeline:
         buckets: when each bucket of the plan travelled.
         step_ns: modelled time of the graph.
         compute_ns: modelled time in which the compute row is busy.
+        holdings: what the memory curve is the sum of.
+        nodes: length of the schedule, which holdings count in.
     """
 
     kind: str
@@ -109,6 +140,8 @@ class Timeline:
     buckets: tuple[CollectiveTime, ...]
     step_ns: int
     compute_ns: int
+    holdings: tuple[Holding, ...] = ()
+    nodes: int = 0
 
     @property
     def exposed_ns(self) -> int:
@@ -167,13 +200,16 @@ def make_timeline(facts: GraphFacts, plan: Plan | None = None) -> Timeline:
         )
         for _, item in sorted(timing.items())
     )
+    holdings = _holdings(facts, layout)
     return Timeline(
         facts.kind,
         tuple(sorted(spans, key=lambda span: (span.row != COMPUTE_ROW, span.begin_ns))),
-        _memory_curve(facts, layout, result.begin_ns, result.step_ns),
+        _memory_curve(holdings, (*result.begin_ns, result.step_ns)),
         buckets,
         result.step_ns,
         result.compute_ns,
+        holdings,
+        len(layout.nodes),
     )
 
 
@@ -249,28 +285,11 @@ class _Layout:
         self.labels.append(label)
 
 
-class _Account:
-    """Changes of memory by position: what appears when a node begins, what goes when it has ended."""
-
-    def __init__(self, nodes: int) -> None:
-        self._last = nodes
-        self._uses = {use: number for number, use in enumerate(Memory)}
-        self.changes = [[0] * len(self._uses) for _ in range(2 * nodes + 2)]
-
-    def hold(self, use: Memory, size_bytes: int, begin: int, end: int) -> None:
-        """Hold bytes from the start of node `begin` to the end of node `end`; `end` past the last is for good."""
-        number = self._uses[use]
-        self.changes[2 * begin][number] += size_bytes
-        if end < self._last:
-            self.changes[2 * end + 1][number] -= size_bytes
-
-
-def _memory_curve(
-    facts: GraphFacts, layout: _Layout, begin_ns: tuple[int, ...], step_ns: int
-) -> tuple[MemoryPoint, ...]:
+def _holdings(facts: GraphFacts, layout: _Layout) -> tuple[Holding, ...]:
+    """What the schedule holds, and between which of its nodes."""
     after = len(layout.nodes)
-    account = _Account(after)
     positions = [*layout.region_at, after]
+    out: list[Holding] = []
     source_free: dict[int, int] = {}
     for bucket, item in enumerate(layout.plan.buckets):
         several = len(item.members) > 1
@@ -283,30 +302,48 @@ def _memory_curve(
             traffic = facts.traffic[number]
             role = facts.problem.collectives[number].role
             packed = several or traffic.copied
+            stream = {Role.GATHER: Stream.GATHER, Role.REDUCE: Stream.REDUCE}.get(role, Stream.COMPUTE)
             if packed:
-                account.hold(Memory.COMMUNICATION, traffic.sent_bytes, layout.packed_at[bucket], wait)
+                begin, own = (
+                    layout.packed_at[bucket],
+                    Stream.GATHER if role is Role.GATHER else Stream.COMPUTE,
+                )
+                out.append(Holding(Memory.COMMUNICATION, traffic.sent_bytes, begin, wait, stream=own))
             if traffic.source is not None:
                 free = layout.packed_at[bucket] if packed else wait
                 source_free[traffic.source] = max(source_free.get(traffic.source, 0), free)
             last_use = max(positions[traffic.last_use], unpacked)
+            received = traffic.received_bytes
             if role is Role.GATHER and not several:
-                account.hold(Memory.GATHERED, traffic.received_bytes, start, last_use)
+                out.append(Holding(Memory.GATHERED, received, start, last_use, stream=stream))
             elif role is Role.GATHER:
-                account.hold(Memory.GATHERED, traffic.received_bytes, start, unpacked)
-                account.hold(Memory.GATHERED, traffic.received_bytes, unpacked, last_use)
+                out.append(Holding(Memory.GATHERED, received, start, unpacked, stream=stream))
+                out.append(Holding(Memory.GATHERED, received, unpacked, last_use))
             else:
                 use = Memory.GRADIENTS if role is Role.REDUCE else Memory.ACTIVATIONS
-                account.hold(use, traffic.received_bytes, start, last_use)
+                out.append(Holding(use, received, start, last_use, stream=stream))
     for number, value in enumerate(facts.values):
-        begin = 0 if value.born == BEFORE else positions[value.born]
+        before = value.born == BEFORE
+        begin = 0 if before else positions[value.born]
         end = max(begin, positions[value.dies], source_free.get(number, 0))
-        account.hold(value.memory, value.size_bytes, begin, end)
+        out.append(Holding(value.memory, value.size_bytes, begin, end, before))
+    return tuple(out)
+
+
+def _memory_curve(holdings: tuple[Holding, ...], times: tuple[int, ...]) -> tuple[MemoryPoint, ...]:
+    """The sum of holdings over time; `times` are those at which the nodes begin, and the end of the last."""
+    after = len(times) - 1
+    uses = {use: number for number, use in enumerate(Memory)}
+    changes = [[0] * len(uses) for _ in range(2 * after + 2)]
+    for item in holdings:
+        changes[2 * item.begin][uses[item.use]] += item.size_bytes
+        if item.end < after:
+            changes[2 * item.end + 1][uses[item.use]] -= item.size_bytes
     points: list[MemoryPoint] = []
-    held = [0] * len(Memory)
-    times = [*begin_ns, step_ns]
+    held = [0] * len(uses)
     for position in range(after + 1):
         for phase in (0, 1):
-            change = account.changes[2 * position + phase]
+            change = changes[2 * position + phase]
             held = [now + delta for now, delta in zip(held, change, strict=True)]
             if any(change) or not points:
                 time_ns = times[min(position + phase, after)]
