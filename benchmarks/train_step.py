@@ -5,22 +5,20 @@
 
 Measured in one run, in rounds: each round times every contestant once, in an order that turns with the round, with a
 barrier before each window; a window's time is its slowest rank's. The table gives the median over rounds and the
-quartiles. "compute alone" is the compiled model on every rank at once without communication; "communication alone" is
-one gather per block in forward, one in backward (when resharding) and one reduction per block, all started at once.
-Warm-up and compilation come before and are not in the times. The machine is calibrated first, on the same network, and
-our planners use that profile.
+quartiles. "compute alone" is the compiled model on every rank at once without communication, with the optimizer on the
+shards; "communication alone" is one gather per block in forward, one in backward (when resharding) and one reduction
+per block, all started at once. Warm-up and compilation come before and are not in the times. The machine is calibrated
+first, on the same network; our planners, the stock passes and the predictions use that profile. A result comes with the
+targets it met and missed, the simulator's predictions, and a picture.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
-import datetime
 import json
 import os
 import pathlib
-import platform
 import statistics
 import sys
 import tempfile
@@ -32,53 +30,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.contestants import contestants
+from benchmarks.contestants import Contestant, Setting, contestants
+from benchmarks.names import COMMUNICATION, COMPUTE, OPTIMIZER
 from benchmarks.netbed import open_bed
-from simplefsdp.llama.config import LlamaConfig
-from simplefsdp.llama.model import Llama
+from benchmarks.pictures import draw_steps
+from benchmarks.prediction import Prediction, judge, predict
+from benchmarks.record import RESULTS, conditions, markdown, quartiles, write
+from benchmarks.targets import targets
+from benchmarks.workload import Workload, add_arguments, from_options, optimizer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-RESULTS = pathlib.Path(__file__).parent / "results"
-COMPUTE, COMMUNICATION = "compute alone", "communication alone"
+    from simplefsdp.llama.model import Llama
+
 _WARMUP_STEPS = 2
+_LEAST_ROUNDS = 3
 _CALIBRATION_TIMEOUT_S = 600.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """What is trained, and how long it is timed.
-
-    Args:
-        dim, layers, ffn_dim, vocab_size: the Llama; heads are 64 wide.
-        batch, sequence: sequences per rank and step, and tokens of each.
-        rounds: windows of every contestant.
-        steps: optimizer steps per window.
-        reshard: free gathered parameters after forward.
-    """
-
-    dim: int = 512
-    layers: int = 6
-    ffn_dim: int = 1536
-    vocab_size: int = 2048
-    batch: int = 2
-    sequence: int = 128
-    rounds: int = 7
-    steps: int = 2
-    reshard: bool = True
-
-    def config(self) -> LlamaConfig:
-        """The model's shape."""
-        return LlamaConfig(
-            dim=self.dim,
-            n_layers=self.layers,
-            n_heads=self.dim // 64,
-            n_kv_heads=self.dim // 64,
-            ffn_dim=self.ffn_dim,
-            vocab_size=self.vocab_size,
-            max_seq_len=self.sequence,
-        )
 
 
 class Runner:
@@ -86,59 +54,68 @@ class Runner:
 
     Args:
         workload: what is trained.
-        profile: hardware profile for our planners.
-        only: names of contestants to run, all when empty.
+        entrants: who takes part.
+        limit_s: seconds from now after which no further contestant is set up, and again as many after which no further
+            round begins.
     """
 
-    def __init__(self, workload: Workload, profile: str | None, only: list[str]) -> None:
+    def __init__(self, workload: Workload, entrants: Sequence[Contestant], limit_s: float) -> None:
         self.workload = workload
         self.mesh: DeviceMesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.losses: dict[str, float] = {}
         self.failures: dict[str, str] = {}
         self.setup_s: dict[str, float] = {}
-        self.steps: dict[str, Callable[[], None]] = {}
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        shape = (workload.batch, workload.sequence + 1)
-        tokens = torch.randint(workload.vocab_size, shape, generator=generator)
-        self.batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        torch.manual_seed(0)
-        model = Llama(workload.config())
-        self.steps[COMPUTE] = self._compute_alone(copy.deepcopy(model))
+        self.steps: dict[str, Callable[[], object]] = {}
+        self._limit_s = limit_s
+        self.batch = workload.tokens(dist.get_rank())
+        model = workload.model()
+        begin = time.perf_counter()
+        self._add_compute_alone(copy.deepcopy(model))
         self.steps[COMMUNICATION] = self._communication_alone(model)
-        for contestant in contestants(workload.reshard, profile):
-            if only and contestant.name not in only:
-                continue
-            begin = time.perf_counter()
-            try:
-                mine = copy.deepcopy(model)
-                step = self._training_step(contestant.name, mine, contestant.build(mine, self.mesh))
-                for _ in range(_WARMUP_STEPS):
-                    step()
-            except Exception as error:
-                # Equal on every rank: what fails here fails while compiling.
-                lines = str(error).strip().splitlines() or [""]
-                self.failures[contestant.name] = f"{type(error).__name__}: {lines[0]}"
-                continue
-            self.setup_s[contestant.name] = time.perf_counter() - begin
-            self.steps[contestant.name] = step
+        for contestant in entrants:
+            if contestant.unavailable:
+                self.failures[contestant.name] = contestant.unavailable
+            elif self._overdue(begin):
+                self.failures[contestant.name] = f"not set up: the limit of {limit_s:.0f} s had passed"
+            else:
+                self._add(contestant, copy.deepcopy(model))
 
     def measure(self) -> dict[str, list[float]]:
         """Seconds per step of every contestant in every round, of the slowest rank."""
         names = list(self.steps)
         times: dict[str, list[float]] = {name: [] for name in names}
+        start = time.perf_counter()
         for turn in range(self.workload.rounds):
+            if turn >= _LEAST_ROUNDS and self._overdue(start):
+                break
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 dist.barrier()
                 begin = time.perf_counter()
                 for _ in range(self.workload.steps):
                     self.steps[name]()
-                taken = torch.tensor((time.perf_counter() - begin) / self.workload.steps, dtype=torch.float64)
-                dist.all_reduce(taken, dist.ReduceOp.MAX)
-                times[name].append(float(taken))
+                taken = (time.perf_counter() - begin) / self.workload.steps
+                times[name].append(_largest(taken))
         return times
 
+    def _overdue(self, begin: float) -> bool:
+        return _largest(time.perf_counter() - begin) > self._limit_s
+
+    def _add(self, contestant: Contestant, model: Llama) -> None:
+        begin = time.perf_counter()
+        try:
+            step = self._training_step(contestant.name, model, contestant.build(model, self.mesh))
+            for _ in range(_WARMUP_STEPS):
+                step()
+        except Exception as error:
+            # Equal on every rank: what fails here fails while compiling.
+            lines = str(error).strip().splitlines() or [""]
+            self.failures[contestant.name] = f"{type(error).__name__}: {lines[0]}"
+            return
+        self.setup_s[contestant.name] = time.perf_counter() - begin
+        self.steps[contestant.name] = step
+
     def _training_step(self, name: str, model: nn.Module, forward: nn.Module) -> Callable[[], None]:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        optimizer = optimizer_of(list(model.parameters()))
 
         def step() -> None:
             loss = forward(*self.batch)
@@ -149,13 +126,13 @@ class Runner:
 
         return step
 
-    def _compute_alone(self, model: Llama) -> Callable[[], None]:
+    def _add_compute_alone(self, model: Llama) -> None:
         forward = torch.compile(model, fullgraph=True)
         shards = [nn.Parameter(torch.empty(p.numel() // self.mesh.size())) for p in model.parameters()]
         for shard in shards:
             nn.init.zeros_(shard)
             shard.grad = torch.zeros_like(shard)
-        optimizer = torch.optim.AdamW(shards, lr=1e-4, fused=True)
+        optimizer = optimizer_of(shards)
 
         def step() -> None:
             forward(*self.batch).backward()
@@ -164,7 +141,8 @@ class Runner:
 
         for _ in range(_WARMUP_STEPS):
             step()
-        return step
+        self.steps[COMPUTE] = step
+        self.steps[OPTIMIZER] = optimizer.step
 
     def _communication_alone(self, model: Llama) -> Callable[[], None]:
         size = self.mesh.size()
@@ -190,13 +168,13 @@ class Runner:
         return step
 
 
-def work(workload: Workload, profile: str | None, only: list[str]) -> None:
+def work(workload: Workload, profile: str, only: Sequence[str], limit_s: float) -> None:
     """What every rank does; rank 0 prints the measurements as JSON."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     # Contestants share the model's code, and each is a recompilation of it.
     torch._dynamo.config.recompile_limit = 64
-    runner = Runner(workload, profile, only)
+    runner = Runner(workload, entrants(workload, profile, only), limit_s)
     load = os.getloadavg()[0]
     times = runner.measure()
     if dist.get_rank() == 0:
@@ -211,55 +189,84 @@ def work(workload: Workload, profile: str | None, only: list[str]) -> None:
     dist.destroy_process_group()
 
 
+def entrants(workload: Workload, profile: str, only: Sequence[str]) -> list[Contestant]:
+    """The contestants that were asked for: all when none were named."""
+    return [
+        contestant
+        for contestant in contestants(Setting(workload.reshard, profile))
+        if not only or contestant.name in only
+    ]
+
+
 def table(found: dict[str, Any]) -> list[str]:
     """The measurements as the lines of a Markdown table."""
-    medians = {name: statistics.median(times) for name, times in found["times"].items()}
+    medians = medians_of(found)
     floor = max(medians[COMPUTE], medians[COMMUNICATION])
-    lines = [
-        "| | step, s | quartiles | / max(compute, communication) | loss |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    rows = []
     for name, times in found["times"].items():
-        low, _, high = statistics.quantiles(times, n=4)
+        low, high = quartiles(times)
         loss = f"{found['losses'][name]:.6f}" if name in found["losses"] else ""
-        lines.append(
-            f"| {name} | {medians[name]:.3f} | {low:.3f} to {high:.3f} | {medians[name] / floor:.2f} | {loss} |"
-        )
-    lines += [f"| {name} | failed: {reason} | | | |" for name, reason in found["failures"].items()]
-    return lines
+        setup = f"{found['setup_s'][name]:.0f}" if name in found["setup_s"] else ""
+        spread = f"{low:.3f} to {high:.3f}"
+        rows.append((name, f"{medians[name]:.3f}", spread, f"{medians[name] / floor:.2f}", loss, setup))
+    rows += [(name, f"failed: {reason}", "", "", "", "") for name, reason in found["failures"].items()]
+    head = ("", "step, s", "quartiles", "/ max(compute, communication)", "loss", "set-up, s")
+    return markdown(head, rows)
 
 
-def record(workload: Workload, network: str, command: str, found: dict[str, Any]) -> str:
+def medians_of(found: dict[str, Any]) -> dict[str, float]:
+    """Median seconds per step, by contestant."""
+    return {name: statistics.median(times) for name, times in found["times"].items()}
+
+
+def record(
+    workload: Workload,
+    network: str,
+    command: str,
+    found: dict[str, Any],
+    predictions: Sequence[Prediction],
+    picture: str,
+) -> str:
     """The text of a result file."""
-    config = workload.config()
-    medians = {name: statistics.median(times) for name, times in found["times"].items()}
+    medians = medians_of(found)
     ratio = medians[COMMUNICATION] / medians[COMPUTE]
-    before, after = found["load"]
-    machine = f"torch {torch.__version__}, {_processor()}, {os.cpu_count()} cores"
-    model = (
-        f"Llama of {config.n_parameters:,} parameters ({config.n_layers} layers, width {config.dim}), fp32"
-    )
-    mode = "resharded after forward" if workload.reshard else "not resharded after forward"
+    rounds = len(found["times"][COMPUTE])
+    predicted = [
+        (item.name, f"{item.measured_s:.3f}", f"{item.predicted_s:.3f}", f"{item.error:+.0%}")
+        for item in predictions
+    ]
     lines = [
         f"# Training step, {network}",
         "",
-        f"- command: `{command}`",
-        f"- {datetime.date.today().isoformat()}, {machine}, load average {before:.1f} before and {after:.1f} after",
-        f"- {model}, {workload.batch} x {workload.sequence} tokens per rank and step, fused AdamW, {mode}",
-        f"- {workload.rounds} rounds of {workload.steps} steps; communication / compute = {ratio:.2f}",
+        *conditions(command, found["load"]),
+        *(f"- {line}" for line in workload.describe()),
+        f"- {rounds} rounds of {workload.steps} steps; communication / compute = {ratio:.2f}",
+        "",
+        f"![Step times]({picture})",
         "",
         *table(found),
+        "",
+        "## Targets",
+        "",
+        *markdown(("target", "at most", "measured", "verdict"), (item.row() for item in targets(medians))),
+        "",
+        "## Predicted and measured",
+        "",
+        "The simulator on the profile calibrated in this run, compute scaled to what it takes alone.",
+        "",
+        *markdown(("", "measured, s", "predicted, s", "error"), predicted),
+        "",
+        judge(predictions) if predictions else "No contestant of this run has a prediction.",
         "",
     ]
     return "\n".join(lines)
 
 
-def _processor() -> str:
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.machine()
+def _largest(value: float) -> float:
+    """The largest of a number over all ranks."""
+    tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return float(tensor)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -273,52 +280,53 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--rate", help="bits per second of each link, for example 1gbit; loopback when not given"
     )
     parser.add_argument("--only", nargs="*", default=[], help="names of contestants, all when not given")
-    parser.add_argument("--profile", help="hardware profile for our planners; measured when not given")
+    parser.add_argument(
+        "--profile", help="hardware profile for planners and predictions; measured when not given"
+    )
     parser.add_argument("--out", type=pathlib.Path, help=f"result file; in {RESULTS.name}/ when not given")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    for field in dataclasses.fields(Workload):
-        if field.name == "reshard":
-            parser.add_argument("--reshard", action=argparse.BooleanOptionalAction, default=True)
-        else:
-            parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
+    parser.add_argument(
+        "--limit", type=float, default=1500.0, help="seconds for setting up, and again for measuring"
+    )
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    add_arguments(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     """Entry point; see the module docstring. Returns the exit code."""
     options = _parse(arguments)
-    workload = Workload(
-        **{field.name: getattr(options, field.name) for field in dataclasses.fields(Workload)}
-    )
+    workload = from_options(options)
     if options.worker:
-        work(workload, options.profile, options.only)
+        work(workload, options.profile, options.only, options.limit)
         return 0
     command = " ".join(["python -m benchmarks.train_step", *arguments])
+    kind = "reshard" if workload.reshard else "keep"
+    network = options.rate or "loopback"
+    out = options.out or RESULTS / f"train_step_{options.ranks}_{network}_batch{workload.batch}_{kind}.md"
     with open_bed(options.ranks, options.rate) as bed, tempfile.TemporaryDirectory() as folder:
         profile = options.profile
         if profile is None:
             profile = os.path.join(folder, "measured.json")
             calibration = [sys.executable, "-m", "inductor_passes.costs.calibrate", "--out", profile]
             bed.run(calibration, _CALIBRATION_TIMEOUT_S)
-        worker = [
-            sys.executable,
-            "-m",
-            "benchmarks.train_step",
-            *arguments,
-            "--worker",
-            "yes",
-            "--profile",
-            profile,
-        ]
-        found = json.loads(bed.run(worker, options.timeout).strip().splitlines()[-1])
-        text = record(workload, bed.description, command, found)
-    kind = "reshard" if workload.reshard else "keep"
-    out = options.out or RESULTS / f"train_step_{options.ranks}_{options.rate or 'loopback'}_{kind}.md"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8")
-    print(text)
-    print(f"written to {out}")
+        worker = [sys.executable, "-m", "benchmarks.train_step", *arguments, "--worker", "--profile", profile]
+        # Twice the limit, and as much again for the contestant being set up and the window running when it passes.
+        printed = bed.run(worker, 3 * options.limit)
+        found = json.loads(printed.strip().splitlines()[-1])
+        print("measured; predicting", file=sys.stderr)
+        predictions = predict(
+            workload, entrants(workload, profile, options.only), profile, medians_of(found), options.ranks
+        )
+        text = record(workload, bed.description, command, found, predictions, out.with_suffix(".png").name)
+    medians = medians_of(found)
+    bars = {}
+    for name, times in found["times"].items():
+        if name != OPTIMIZER:
+            low, high = quartiles(times)
+            bars[name] = (low, medians[name], high)
+    title = f"{bed.description}: communication / compute = {medians[COMMUNICATION] / medians[COMPUTE]:.2f}"
+    draw_steps(bars, max(medians[COMPUTE], medians[COMMUNICATION]), title, out.with_suffix(".png"))
+    write(out, text)
     return 0
 
 

@@ -1,0 +1,14 @@
+"""What tables call the measured things. Owns the words that several scripts must agree on."""
+
+from __future__ import annotations
+
+COMPUTE, COMMUNICATION, OPTIMIZER = "compute alone", "communication alone", "optimizer alone"
+
+DDP = "DDP"
+FSDP2 = "FSDP2 eager"
+FSDP2_COMPILED = "FSDP2, compiled blocks"
+EAGER, NO_PASSES = "ours, eager", "ours, no passes"
+STOCK_OVERLAP, STOCK_BLOCKS = "stock overlap scheduling", "stock per-block bucketing"
+STOCK = (STOCK_OVERLAP, STOCK_BLOCKS)
+PLANNED = {planner: f"ours, {planner}" for planner in ("none", "block", "greedy", "auto")}
+NONE, AUTO = PLANNED["none"], PLANNED["auto"]

@@ -1,0 +1,126 @@
+"""TorchInductor's own passes for overlap, as contestants on any device.
+
+Owns their options. They run on our front end, whose graphs they see as they would see anybody's. torch 2.13's names;
+`unavailable` says why another version cannot run them.
+
+Two things keep these passes from CPUs. Both start with a roofline estimate of every node, whose device numbers they
+ask Triton for, and end with "No module named 'triton'": on CPUs those two numbers come from the calibrated profile
+here, and so do the times of collectives, which the passes otherwise take from a model of NCCL. And with
+`bucket_all_gathers_fx="all"` one kernel copies all parameters of the model: TorchInductor compares every pair of copies
+when it fuses, and generates and compiles one C++ function of as many arguments, which takes minutes for four layers.
+The passes here put at most a block into a bucket.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from inductor_passes._compat import CustomGraphPass
+from inductor_passes.costs.collective import CollectiveModel
+from inductor_passes.costs.profiles import HardwareProfile
+from inductor_passes.costs.topology import topology_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_PREFIX = "aten_distributed_optimizations"
+_NS_PER_MS = 1e6
+_COLLECTIVES = {
+    torch.ops._c10d_functional.all_gather_into_tensor.default: "all_gather",
+    torch.ops._c10d_functional.reduce_scatter_tensor.default: "reduce_scatter",
+    torch.ops._c10d_functional.all_reduce.default: "all_reduce",
+}
+
+
+def unavailable() -> str:
+    """Why this torch cannot run the stock passes, "" if it can."""
+    try:
+        import torch._inductor.config as config
+        from torch._inductor.fx_passes import overlap_manual_scheduling  # noqa: F401
+    except ImportError as error:
+        return f"torch {torch.__version__}: {error}"
+    if not hasattr(config.aten_distributed_optimizations, "enable_overlap_scheduling"):
+        return f"torch {torch.__version__} has no overlap scheduling"
+    return ""
+
+
+def overlap_scheduling(profile: HardwareProfile, ranks: int, block_bytes: int) -> dict[str, Any]:
+    """Options for stock overlap scheduling with bucketing.
+
+    Args:
+        profile: prices collectives and, on CPUs, everything.
+        ranks: of the group that shards.
+        block_bytes: parameters of a block, the most that one bucket of the step before scheduling holds.
+    """
+    import torch._inductor.config as config
+
+    wanted = {
+        "enable_overlap_scheduling": True,
+        "collective_bucketing": True,
+        "compute_estimator": "analytical",
+        "custom_runtime_estimation": _collective_times(profile, ranks),
+        "pre_bucketing_fsdp_collectives_bucket_cap_mb": block_bytes / 2**20,
+    }
+    known = config.aten_distributed_optimizations
+    return {f"{_PREFIX}.{name}": value for name, value in wanted.items() if hasattr(known, name)}
+
+
+def per_block_bucketing(blocks: Sequence[str]) -> dict[str, Any]:
+    """Options for stock manual bucketing: one bucket for each named module, gathered one module ahead.
+
+    Args:
+        blocks: fully qualified names.
+    """
+    return {"post_grad_custom_post_pass": _ManualBuckets(tuple(blocks))}
+
+
+def give_device_numbers(profile: HardwareProfile) -> None:
+    """Without a GPU: let the roofline estimates of this process use a profile, where they would import Triton."""
+    if torch.cuda.is_available():
+        return
+    import torch.utils._runtime_estimation as estimation
+
+    bytes_per_ns = profile.value("memory_bandwidth") * profile.value("memory_efficiency") / 1000 / 10**9
+
+    def tera_flops(dtype: torch.dtype) -> float:
+        name = str(dtype).removeprefix("torch.")
+        name = name if name in profile.dtypes() else "float32"
+        rate = profile.value(f"peak_flops.{name}") * profile.value(f"matmul_efficiency.{name}") / 1000
+        return rate / 10**12
+
+    estimation.get_gpu_dram_gbps = lambda: bytes_per_ns  # type: ignore[assignment]
+    estimation.get_device_tflops = tera_flops  # type: ignore[assignment]
+
+
+def _collective_times(profile: HardwareProfile, ranks: int) -> Callable[[fx.Node, int | None], float | None]:
+    model = CollectiveModel(profile)
+    topology = topology_of(range(ranks), profile.value("ranks_per_node"))
+
+    def estimate_ms(node: fx.Node, size_bytes: int | None = None) -> float | None:
+        kind = _COLLECTIVES.get(node.target)  # type: ignore[call-overload]
+        if kind is None:
+            return None
+        if size_bytes is None:
+            carrier = node.meta["val"] if kind == "all_gather" else node.all_input_nodes[0].meta["val"]
+            size_bytes = carrier.numel() * carrier.element_size()
+        return model.time_ns(kind, topology, size_bytes) / _NS_PER_MS
+
+    return estimate_ms
+
+
+class _ManualBuckets(CustomGraphPass):
+    def __init__(self, blocks: tuple[str, ...]) -> None:
+        self._blocks = blocks
+
+    def __call__(self, graph: fx.Graph) -> None:
+        from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
+
+        assert graph.owning_module is not None
+        manual_overlap_bucketing(graph.owning_module, list(self._blocks), insert_overlap_deps=False)
+
+    def uuid(self) -> bytes:
+        return hashlib.sha256(f"per-block buckets {self._blocks} {torch.__version__}".encode()).digest()
