@@ -21,7 +21,8 @@ STACKS = {
     "simplefsdp": """
         _compat policy mesh placement ranks alike trail unshard regather slots census parametrize
         state initialize optimizer accumulate api
-        explainer/facts explainer/schedule explainer/read explainer/eager explainer/lines explainer/capture explainer/world
+        explainer/facts explainer/schedule explainer/read explainer/eager
+        explainer/lines explainer/capture explainer/world
         explainer/table explainer/verdict explainer/trace_events explainer/draw explainer/page explainer/report
         explainer/api explainer/__init__ __init__
         llama/config llama/model llama/checkpointing llama/flops llama/shards
@@ -30,8 +31,11 @@ STACKS = {
         llama/state_markers llama/train_state llama/checkpoint_files llama/checkpoint
         llama/clock llama/schedule llama/metrics llama/display llama/plot llama/reporter
         llama/build llama/trainer llama/train llama/__init__
-        explainer/hardware explainer/options explainer/trace_errors explainer/target explainer/wrapping explainer/command
-        planner/extend planner/stack planner/predict planner/text planner/scale planner/build planner/validation
+        explainer/hardware explainer/options explainer/trace_errors explainer/target explainer/wrapping
+        explainer/command
+        planner/options planner/extend planner/stack planner/allocator planner/peers planner/predict planner/compare
+        planner/text planner/build planner/validation
+        planner/rescale planner/step planner/tracing planner/scale planner/picture planner/search planner/found
         planner/command
         planner/__init__
         cli __main__

@@ -183,10 +183,13 @@ class _Reader:
             for read in self._reads("backward")
             if self._maker[read.memory].in_forward and not read.remade
         }
+        self._unread: set[fx.Node] = set()
         over = {step.kernel.region: at for at, step in enumerate(self.steps["backward"]) if step.again}
         for step in self.steps["forward"]:
             if step.kernel.cached and step.kernel.region in over:
                 for memory in step.kernel.made:
+                    if memory not in kept:
+                        self._unread.add(memory)
                     kept[memory] = max(kept.get(memory, 0), over[step.kernel.region])
         return kept
 
@@ -272,7 +275,9 @@ class _Reader:
         for memory, at, dies in found:
             name = regions[min(at if at != BEFORE else dies, end - 1)].module
             use = Memory.GRADIENTS if memory in gradients else Memory.ACTIVATIONS
-            out.append((memory, Value(name, work.moved_bytes([memory], self._nominal), use, at, dies)))
+            unread = memory in self._unread and (kind == "forward" or at == BEFORE)
+            size_bytes = work.moved_bytes([memory], self._nominal)
+            out.append((memory, Value(name, size_bytes, use, at, dies, unread)))
         return out
 
 

@@ -52,6 +52,7 @@ class Value:
         memory: what it is.
         born: region that makes it, or `BEFORE`.
         dies: last region that reads it.
+        unread: kept from forward to backward although nothing in backward reads it.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Value:
     memory: Memory
     born: int
     dies: int
+    unread: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

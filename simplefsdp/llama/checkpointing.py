@@ -102,7 +102,7 @@ _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _ContextFn = Callable[[], _Contexts]
 
 
-_ATTENTION_OPS = frozenset(
+ATTENTION_OPS = frozenset(
     {
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -120,7 +120,7 @@ def _selective_contexts() -> _Contexts:
     def policy(
         context: SelectiveCheckpointContext, op: object, *args: object, **kwargs: object
     ) -> CheckpointPolicy:
-        if op in _ATTENTION_OPS:
+        if op in ATTENTION_OPS:
             return CheckpointPolicy.MUST_SAVE
         if op is torch.ops.aten.mm.default:
             products[context.is_recompute] += 1
@@ -141,5 +141,5 @@ def _attention_keeping_contexts() -> _Contexts:
     2.13; CUDA passes the states another way). Delete when ``functionalize_rng_ops`` of
     ``torch/_functorch/partitioners.py`` counts the saved meshes.
     """
-    contexts: _Contexts = create_selective_checkpoint_contexts(list(_ATTENTION_OPS))
+    contexts: _Contexts = create_selective_checkpoint_contexts(list(ATTENTION_OPS))
     return contexts

@@ -6,7 +6,9 @@ Owns the order of these. Must not know how results are shown.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
+from inductor_passes.planners import plan_collectives
 from simplefsdp.explainer.api import explain
 from simplefsdp.explainer.facts import GraphFacts
 from simplefsdp.explainer.hardware import Hardware
@@ -26,12 +28,14 @@ class Traced:
         shard_bytes: parameters stored on one device.
         note: how the graphs were obtained.
         warnings: graph breaks and recompiles.
+        eager: forward and backward in eager mode, if that was asked for and can be read.
     """
 
     graphs: tuple[GraphFacts, ...]
     shard_bytes: int
     note: str
     warnings: tuple[str, ...]
+    eager: tuple[GraphFacts, ...] = ()
 
 
 def trace(
@@ -45,6 +49,7 @@ def trace(
     memory_budget_gb: float | None = 4.0,
     reshard_after_forward: bool = True,
     whole: bool = False,
+    eager: bool = False,
 ) -> Traced:
     """Trace a step; of a stack of equal layers only a few are traced, and the facts are extended.
 
@@ -53,6 +58,7 @@ def trace(
         hardware: what to model.
         gpus, sharding_factor, precision, planner, memory_budget_gb, reshard_after_forward: as in the command line.
         whole: trace every layer.
+        eager: also read what eager mode would run.
 
     Raises:
         ValueError: numbers that do not divide.
@@ -62,7 +68,7 @@ def trace(
         gpus=gpus,
         sharding_factor=sharding_factor,
         precision=precision,
-        planner=planner,
+        planner="none",  # what is traced is not yet what is planned
         blocks=("layers.*",) if stack is None else (f"{stack.name}.*",),
         memory_budget_gb=memory_budget_gb,
         reshard_after_forward=reshard_after_forward,
@@ -72,14 +78,26 @@ def trace(
     note = "every layer traced"
     if stack is not None:
         removed = cut(target.model, stack)
-        report = explain(target.model, *target.inputs, ranks=gpus, wrap=wrap, title=target.name)
+        report = explain(target.model, *target.inputs, ranks=gpus, wrap=wrap, title=target.name, eager=eager)
         try:
-            graphs = tuple(extend(facts, stack.name, stack.layers) for facts in report.graphs)
+            graphs, eager_graphs = (
+                tuple(extend(facts, stack.name, stack.layers) for facts in few)
+                for few in (report.graphs, report.eager)
+            )
         except ExtensionError as error:
             note += f": {error}"
             restore(target.model, stack, removed)
         else:
             note = f"{TRACED_LAYERS} of the {stack.layers} equal layers of {stack.name!r} traced, one of them repeated"
-            return Traced(graphs, stored, note, report.warnings)
-    report = explain(target.model, *target.inputs, ranks=gpus, wrap=wrap, title=target.name)
-    return Traced(report.graphs, stored, note, report.warnings)
+            return Traced(_planned(graphs, planner), stored, note, report.warnings, eager_graphs)
+    report = explain(target.model, *target.inputs, ranks=gpus, wrap=wrap, title=target.name, eager=eager)
+    return Traced(_planned(report.graphs, planner), stored, note, report.warnings, report.eager)
+
+
+def _planned(graphs: Iterable[GraphFacts], planner: str) -> tuple[GraphFacts, ...]:
+    return tuple(
+        facts
+        if facts.plan.planner == planner
+        else dataclasses.replace(facts, plan=plan_collectives(facts.problem, planner))
+        for facts in graphs
+    )

@@ -20,6 +20,7 @@ from inductor_passes.plan import Plan
 from inductor_passes.planners import plan_collectives
 from simplefsdp.explainer.facts import GraphFacts, Memory
 from simplefsdp.explainer.schedule import Timeline, make_timeline
+from simplefsdp.planner.allocator import reserved_bytes
 
 MOMENTS = 2
 """AdamW keeps two tensors of the parameter's size."""
@@ -29,7 +30,10 @@ OPTIMIZER_PASSES = 7 + 3
 
 @dataclasses.dataclass(frozen=True)
 class MemorySplit:
-    """Bytes on one device at the moment when most is held."""
+    """Bytes on one device at the moment when most is held.
+
+    `fragments` is what the caching allocator reserves beyond the tensors of that moment.
+    """
 
     parameters: int
     optimizer: int
@@ -37,6 +41,7 @@ class MemorySplit:
     activations: int
     gathered: int
     communication: int
+    fragments: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -102,6 +107,7 @@ def predict(
     planner: str | None = None,
     tokens: int | None = None,
     flops_per_token: float | None = None,
+    own_streams: bool = False,
 ) -> Prediction:
     """Predict one training step.
 
@@ -112,6 +118,7 @@ def predict(
         planner: plan anew with this one; None keeps the plans.
         tokens: of one device in one step.
         flops_per_token: that training needs.
+        own_streams: gathers and reductions allocate on streams of their own, as in FSDP2.
     """
     plans: list[Plan] = [
         facts.plan if planner in (None, facts.plan.planner) else plan_collectives(facts.problem, planner)
@@ -121,6 +128,8 @@ def predict(
     optimizer_ns = ComputeModel(profile).move_ns(OPTIMIZER_PASSES * shard_bytes)
     peak = max((timeline.peak for timeline in timelines), key=lambda point: point.total_bytes)
     held = dict(zip(Memory, peak.by_use, strict=True))
+    live_bytes = (1 + MOMENTS) * shard_bytes + peak.total_bytes
+    reserved = reserved_bytes(timelines, [shard_bytes] * (1 + MOMENTS), own_streams=own_streams)
     dtypes = profile.dtypes()
     return Prediction(
         planner=planner or (graphs[0].plan.planner if graphs else "none"),
@@ -134,6 +143,7 @@ def predict(
             activations=held[Memory.ACTIVATIONS],
             gathered=held[Memory.GATHERED],
             communication=held[Memory.COMMUNICATION],
+            fragments=max(0, reserved - live_bytes),
         ),
         tokens=tokens,
         flops_per_token=flops_per_token,

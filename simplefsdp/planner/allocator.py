@@ -1,0 +1,160 @@
+"""What torch's caching allocator reserves for a step whose tensors come and go as the simulator says.
+
+Owns the model of the allocator. Must not know graphs or plans.
+
+Memory statistics of GPU runs, published ones too, count what is *reserved*: address space once mapped stays mapped, and
+a tensor needs a hole in one piece. With expandable segments (`PYTORCH_ALLOC_CONF=expandable_segments:True`) a stream
+has one segment for tensors of more than 1 MiB and one for smaller ones. Each grows at its end; a request takes the
+smallest hole that holds it, and leaves the rest as a hole. The first step only fills the caches: what is reported is
+the end of the second.
+
+Constants are from torch's `c10/core/CachingDeviceAllocator` and `c10/cuda/CUDACachingAllocator.cpp` (2.6 to 2.13).
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from simplefsdp.explainer.facts import Memory
+from simplefsdp.explainer.schedule import Stream, Timeline
+
+ROUND_BYTES = 512
+"""Requests are rounded up to this (kMinBlockSize)."""
+SMALL_BYTES = 2**20
+"""Requests up to this are small (kSmallSize)."""
+SMALL_PAGE_BYTES, LARGE_PAGE_BYTES = 2 * 2**20, 20 * 2**20
+"""What a segment of small and one of large tensors grows by (kSmallBuffer, kLargeBuffer)."""
+STEPS = 2
+
+
+class Segment:
+    """Address space of one stream: holes between tensors, and an end that only grows.
+
+    Args:
+        page_bytes: it grows by multiples of this.
+    """
+
+    def __init__(self, page_bytes: int) -> None:
+        self._page_bytes = page_bytes
+        self._holes: list[tuple[int, int]] = []  # (begin, end), by address, none touching
+        self._end = 0
+        self._most = 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Address space mapped so far."""
+        return -(-self._most // self._page_bytes) * self._page_bytes
+
+    def allocate(self, size_bytes: int) -> int:
+        """Take the smallest hole that is large enough, or grow; returns the address."""
+        best: int | None = None
+        for number, (begin, end) in enumerate(self._holes):
+            size = end - begin
+            if size >= size_bytes and (best is None or size < self._holes[best][1] - self._holes[best][0]):
+                best = number
+        if best is None:
+            begin, self._end = self._end, self._end + size_bytes
+            self._most = max(self._most, self._end)
+            return begin
+        begin, end = self._holes.pop(best)
+        if end - begin > size_bytes:
+            self._holes.insert(best, (begin + size_bytes, end))
+        return begin
+
+    def free(self, begin: int, size_bytes: int) -> None:
+        """Give back what `allocate` returned; neighbouring holes become one, a hole at the end goes."""
+        end = begin + size_bytes
+        at = bisect.bisect(self._holes, (begin, end))
+        if at < len(self._holes) and self._holes[at][0] == end:
+            end = self._holes.pop(at)[1]
+        if at and self._holes[at - 1][1] == begin:
+            begin = self._holes.pop(at - 1)[0]
+            at -= 1
+        if end == self._end:
+            self._end = begin
+        else:
+            self._holes.insert(at, (begin, end))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """A tensor that comes or goes, in the order of the step."""
+
+    tensor: int
+    comes: bool
+
+
+def reserved_bytes(timelines: Sequence[Timeline], resident: Iterable[int], *, own_streams: bool) -> int:
+    """Reserved bytes in steady state.
+
+    Args:
+        timelines: forward and backward.
+        resident: sizes of what is there throughout: parameters and optimizer states.
+        own_streams: whether gathers and reductions allocate on streams of their own, as in FSDP2.
+    """
+    sizes, streams, changes = _script(timelines)
+    segments: dict[tuple[Stream, bool], Segment] = {}
+
+    def segment(size_bytes: int, stream: Stream) -> Segment:
+        small = size_bytes <= SMALL_BYTES
+        key = (stream if own_streams else Stream.COMPUTE, small)
+        return segments.setdefault(key, Segment(SMALL_PAGE_BYTES if small else LARGE_PAGE_BYTES))
+
+    for size in map(_rounded, resident):
+        segment(size, Stream.COMPUTE).allocate(size)
+    for _ in range(STEPS):
+        address: dict[int, int] = {}
+        for change in changes:
+            size, stream = sizes[change.tensor], streams[change.tensor]
+            if change.comes:
+                address[change.tensor] = segment(size, stream).allocate(size)
+            else:
+                segment(size, stream).free(address.pop(change.tensor), size)
+    return sum(item.reserved_bytes for item in segments.values())
+
+
+def _script(timelines: Sequence[Timeline]) -> tuple[list[int], list[Stream], list[_Change]]:
+    """Sizes and streams of all tensors of a step, and every coming and going in order.
+
+    What outlives a graph goes on as what was there before the next; what no graph takes over goes at its end, and what
+    the last one leaves, the gradients, goes when the step is over.
+    """
+    sizes: list[int] = []
+    streams: list[Stream] = []
+    changes: list[_Change] = []
+    alive: dict[
+        tuple[Memory, int], list[int]
+    ] = {}  # left by the graph before, by use and size, in order of birth
+    for timeline in timelines:
+        tensor_of: dict[int, int] = {}
+        timed: list[tuple[int, int, _Change]] = []
+        order = sorted(range(len(timeline.holdings)), key=lambda at: timeline.holdings[at].end)
+        for at in order:  # what was made last is, among equals, used up first
+            holding = timeline.holdings[at]
+            left = alive.get((holding.use, holding.size_bytes))
+            if holding.before and left:
+                tensor_of[at] = left.pop()
+        for rest in alive.values():
+            changes += [_Change(tensor, False) for tensor in rest]
+        alive = {}
+        for at, holding in enumerate(timeline.holdings):
+            if at not in tensor_of:
+                tensor_of[at] = len(sizes)
+                sizes.append(_rounded(holding.size_bytes))
+                streams.append(holding.stream)
+                timed.append((2 * holding.begin, len(timed), _Change(tensor_of[at], True)))
+            if holding.end < timeline.nodes:
+                timed.append((2 * holding.end + 1, len(timed), _Change(tensor_of[at], False)))
+        timed.sort(key=lambda item: item[:2])
+        changes += [change for _, _, change in timed]
+        for at, holding in sorted(enumerate(timeline.holdings), key=lambda item: item[1].begin):
+            if holding.end >= timeline.nodes:
+                alive.setdefault((holding.use, holding.size_bytes), []).append(tensor_of[at])
+    changes += [_Change(tensor, False) for rest in alive.values() for tensor in rest]
+    return sizes, streams, changes
+
+
+def _rounded(size_bytes: int) -> int:
+    return max(1, -(-size_bytes // ROUND_BYTES)) * ROUND_BYTES
