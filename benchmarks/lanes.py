@@ -27,12 +27,15 @@ _NS_PER_MS = 1e6
 class Lane(Protocol):
     """A queue of collectives."""
 
-    def start(self, fill: Callable[[], None], time_ns: int, tensors: Sequence[torch.Tensor]) -> dist.Work:
+    def start(
+        self, fill: Callable[[], None], time_ns: int, moved_bytes: int, tensors: Sequence[torch.Tensor]
+    ) -> dist.Work:
         """Queue one collective.
 
         Args:
             fill: writes the outputs; its own time is part of `time_ns`.
             time_ns: how long the collective holds the lane.
+            moved_bytes: what `fill` reads and writes.
             tensors: what `fill` reads and writes; kept alive until somebody has waited.
 
         Returns:
@@ -48,7 +51,9 @@ class Lane(Protocol):
 class Instant:
     """Collectives that take no time."""
 
-    def start(self, fill: Callable[[], None], time_ns: int, tensors: Sequence[torch.Tensor]) -> dist.Work:
+    def start(
+        self, fill: Callable[[], None], time_ns: int, moved_bytes: int, tensors: Sequence[torch.Tensor]
+    ) -> dist.Work:
         fill()
         return _Done()
 
@@ -64,20 +69,23 @@ class Thread:
         self._thread = threading.Thread(target=self._serve, name="modelled collectives", daemon=True)
         self._thread.start()
 
-    def start(self, fill: Callable[[], None], time_ns: int, tensors: Sequence[torch.Tensor]) -> dist.Work:
-        done = threading.Event()
+    def start(
+        self, fill: Callable[[], None], time_ns: int, moved_bytes: int, tensors: Sequence[torch.Tensor]
+    ) -> dist.Work:
+        work = _AfterThread()
 
         def occupy() -> None:
             end = time.perf_counter_ns() + time_ns
             try:
                 with torch.no_grad():
                     fill()
-                time.sleep(max(0, end - time.perf_counter_ns()) / 1e9)
-            finally:
-                done.set()
+            except Exception as error:
+                work.error = error
+            time.sleep(max(0, end - time.perf_counter_ns()) / 1e9)
+            work.done.set()
 
         self._queue.put(occupy)
-        return _AfterThread(done)
+        return work
 
     def close(self) -> None:
         self._queue.put(None)
@@ -118,12 +126,13 @@ class Stream:
                 times_ms.append(begin.elapsed_time(end))
         self.cycles_per_ns = _CALIBRATION_CYCLES / (statistics.median(times_ms) * _NS_PER_MS)
 
-    def start(self, fill: Callable[[], None], time_ns: int, tensors: Sequence[torch.Tensor]) -> dist.Work:
+    def start(
+        self, fill: Callable[[], None], time_ns: int, moved_bytes: int, tensors: Sequence[torch.Tensor]
+    ) -> dist.Work:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             fill()
-            written = sum(tensor.nbytes for tensor in tensors)
-            spin_ns = time_ns - written * 10**9 // self._bytes_per_s
+            spin_ns = time_ns - moved_bytes * 10**9 // self._bytes_per_s
             if spin_ns > 0:
                 torch.cuda._sleep(round(spin_ns * self.cycles_per_ns))
             done = torch.cuda.Event()
@@ -143,16 +152,19 @@ class _Done(dist.Work):
 
 
 class _AfterThread(dist.Work):
-    def __init__(self, done: threading.Event) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._done = done
+        self.done = threading.Event()
+        self.error: Exception | None = None
 
     def wait(self, timeout: object = None) -> bool:
-        self._done.wait()
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
         return True
 
     def is_completed(self) -> bool:
-        return self._done.is_set()
+        return self.done.is_set()
 
 
 class _AfterStream(dist.Work):

@@ -84,6 +84,7 @@ class World:
         size_bytes = sum(tensor.nbytes for tensor in payloads)
         time_ns = self.price_ns(kind, ranks, size_bytes) if self.timed else 0
         tensors = [tensor for fill in fills for tensor in (fill.target, fill.source)]
+        moved_bytes = sum(fill.moved_bytes for fill in fills)
         here = all(tensor.device.type == self._device_type for tensor in tensors)
         if here:
             self.log.append(Collective(kind, len(ranks), size_bytes, time_ns))
@@ -93,7 +94,7 @@ class World:
                 fill()
 
         with torch.no_grad():
-            return (self._lane if here else self._setup).start(fill_all, time_ns, tensors)
+            return (self._lane if here else self._setup).start(fill_all, time_ns, moved_bytes, tensors)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,16 +105,25 @@ class _Fill:
     source: torch.Tensor
     factor: int = 1
 
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes read and written."""
+        return 0 if self._changes_nothing else self.target.nbytes + self.source.nbytes
+
+    @property
+    def _changes_nothing(self) -> bool:
+        same = self.target.data_ptr() == self.source.data_ptr() and self.target.numel() == self.source.numel()
+        return self.source.numel() == 0 or (same and self.factor == 1)
+
     def __call__(self) -> None:
-        count = self.source.numel()
-        if count == 0:
+        if self._changes_nothing:
             return
-        repeated = self.target.view(-1, count)
-        source = self.source.reshape(1, count).expand_as(repeated)
-        if self.factor != 1:
-            torch.mul(source, self.factor, out=repeated)
-        elif self.target.data_ptr() != self.source.data_ptr() or self.target.numel() != count:
+        repeated = self.target.view(-1, self.source.numel())
+        source = self.source.reshape(1, -1).expand_as(repeated)
+        if self.factor == 1:
             repeated.copy_(source)
+        else:
+            torch.mul(source, self.factor, out=repeated)
 
 
 class ModelledGroup(dist.ProcessGroup):

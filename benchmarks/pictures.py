@@ -84,10 +84,8 @@ def draw_fits(
 
 
 def _color(name: str) -> str:
-    return next(
-        (color for start, color in _COLORS.items() if name.startswith(start) or start in name),
-        _COLORS["other"],
-    )
+    words = (word for word in _COLORS if name.startswith(word) or name.endswith(word))
+    return _COLORS.get(next(words, ""), _OTHER)
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:

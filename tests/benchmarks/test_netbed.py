@@ -1,4 +1,4 @@
-"""The bed that benchmarks run ranks on, and the tables they write."""
+"""The bed that benchmarks run ranks on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from benchmarks.netbed import RankFailure, open_bed, why_not
-from benchmarks.train_step import COMMUNICATION, COMPUTE, Workload, record
 
 SHOW_RANK = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
 
@@ -59,17 +58,3 @@ def test_without_a_network_the_reason_is_printed(monkeypatch, capsys):
     with open_bed(2, "1gbit") as bed:
         assert bed.description == "loopback, no rate limit"
     assert "network namespaces need root; using loopback" in capsys.readouterr().out
-
-
-def test_a_result_says_what_was_measured_under_which_conditions():
-    found = {
-        "times": {COMPUTE: [1.0, 1.0, 4.0], COMMUNICATION: [2.0, 2.0, 2.0], "ours, auto": [2.0, 2.2, 2.6]},
-        "losses": {"ours, auto": 1.5},
-        "failures": {"DDP": "RuntimeError: no"},
-        "load": [0.1, 2.0],
-    }
-    text = record(Workload(rounds=3), "a network", "python -m benchmarks.train_step", found)
-    assert "communication / compute = 2.00" in text
-    assert "| ours, auto | 2.200 | 2.000 to 2.600 | 1.10 | 1.500000 |" in text
-    assert "| DDP | failed: RuntimeError: no | | | |" in text
-    assert "load average 0.1 before and 2.0 after" in text
