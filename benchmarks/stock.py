@@ -13,6 +13,7 @@ The passes here put at most a block into a bucket.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from inductor_passes.costs.profiles import HardwareProfile
 from inductor_passes.costs.topology import topology_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 _PREFIX = "aten_distributed_optimizations"
 _NS_PER_MS = 1e6
@@ -62,7 +63,7 @@ def overlap_scheduling(profile: HardwareProfile, ranks: int, block_bytes: int) -
         "enable_overlap_scheduling": True,
         "collective_bucketing": True,
         "compute_estimator": "analytical",
-        "custom_runtime_estimation": _collective_times(profile, ranks),
+        "custom_runtime_estimation": _CollectiveTimes(profile, ranks),
         "pre_bucketing_fsdp_collectives_bucket_cap_mb": block_bytes / 2**20,
     }
     known = config.aten_distributed_optimizations
@@ -96,20 +97,22 @@ def give_device_numbers(profile: HardwareProfile) -> None:
     estimation.get_device_tflops = tera_flops  # type: ignore[assignment]
 
 
-def _collective_times(profile: HardwareProfile, ranks: int) -> Callable[[fx.Node, int | None], float | None]:
-    model = CollectiveModel(profile)
-    topology = topology_of(range(ranks), profile.value("ranks_per_node"))
+@dataclasses.dataclass(frozen=True)
+class _CollectiveTimes:
+    """Times of collectives in ms for the stock passes. An object, so that compile caches can tell one from another."""
 
-    def estimate_ms(node: fx.Node, size_bytes: int | None = None) -> float | None:
+    profile: HardwareProfile
+    ranks: int
+
+    def __call__(self, node: fx.Node, size_bytes: int | None = None) -> float | None:
         kind = _COLLECTIVES.get(node.target)  # type: ignore[call-overload]
         if kind is None:
             return None
         if size_bytes is None:
             carrier = node.meta["val"] if kind == "all_gather" else node.all_input_nodes[0].meta["val"]
             size_bytes = carrier.numel() * carrier.element_size()
-        return model.time_ns(kind, topology, size_bytes) / _NS_PER_MS
-
-    return estimate_ms
+        topology = topology_of(range(self.ranks), self.profile.value("ranks_per_node"))
+        return CollectiveModel(self.profile).time_ns(kind, topology, size_bytes) / _NS_PER_MS
 
 
 class _ManualBuckets(CustomGraphPass):
