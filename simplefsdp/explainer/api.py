@@ -160,7 +160,8 @@ def _trace(
 ) -> Capture:
     capture = Capture(setups, pinned, eager)
     known = _compat.count_compilations()
-    compiled = torch.compile(model, backend=capture)
+    # Never dynamic: an earlier trace with other sizes would make Dynamo put symbols for them, which have no cost.
+    compiled = torch.compile(model, backend=capture, dynamic=False)
     with warnings.catch_warnings(), _quiet_dynamo():
         warnings.filterwarnings(
             "ignore", message="the .* pass keeps", category=RuntimeWarning

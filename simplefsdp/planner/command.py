@@ -1,6 +1,6 @@
 """`simplefsdp plan`: what a run would show on hardware that is not there.
 
-Owns the options and the exit code.
+Owns what is done for which option, and the exit code. Mistakes are answered before torch is imported.
 """
 
 from __future__ import annotations
@@ -8,54 +8,19 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from simplefsdp.llama.options import UsageError, answer
+from simplefsdp.planner.options import PlanOptions
 
 if TYPE_CHECKING:
     from inductor_passes.costs.profiles import HardwareProfile
-    from simplefsdp.explainer.target import Target
-    from simplefsdp.planner.build import Traced
+    from simplefsdp.explainer.hardware import Hardware
+    from simplefsdp.planner.scale import ScalePoint
+    from simplefsdp.planner.step import Request, Step
 
 PROG = "simplefsdp plan"
 EXIT_FAILURE = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanOptions:
-    """Predict speed and memory of one training step on hardware that is not there. Nothing runs; all is modelled."""
-
-    model: str = "8b"
-    """A Llama (debug, 1b, 8b, 70b, 405b), or module:function, which returns (model, inputs)."""
-    gpus: int = 64
-    """Devices of the imagined run."""
-    hardware: str = "h100"
-    """h100, h100-96gb, h200, a100, b200, cpu, or a profile file that ends in .json."""
-    sharding_factor: int | None = None
-    """Ranks that share one copy of the parameters: 1 replicates (DDP); default all (FSDP)."""
-    seq: int | None = None
-    """Tokens per sequence of a Llama. Default: 8192, or the most it can."""
-    local_batch: int = 1
-    """Sequences per device of a Llama."""
-    ac: Literal["none", "full", "selective"] = "selective"
-    """Activation checkpointing of a Llama."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """bf16 compute with fp32 storage and reductions, or fp32."""
-    planners: tuple[Literal["auto", "greedy", "block", "none"], ...] = ("none", "block", "greedy", "auto")
-    """Planners to compare. block gathers a block ahead, as FSDP2 does in eager mode."""
-    memory_budget_gb: float = 4.0
-    """What prefetching may hold in flight, in 10**9 bytes."""
-    reshard_after_forward: bool = True
-    """Free gathered parameters after forward and gather them again in backward."""
-    whole: bool = False
-    """Trace every layer instead of a few, which takes long."""
-    scale: bool = False
-    """Also show 8 to 4096 devices, each with the same batch, fully sharded, by the last of --planners."""
-    plot: Path | None = None
-    """Draw what --scale shows to this file."""
-    validate: bool = False
-    """Print predictions beside published measurements instead; other options do not count."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,96 +36,166 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: PlanOptions) -> int:
-    # Not at the top: a mistyped option is answered before torch is imported.
-    from simplefsdp.explainer.hardware import find_hardware
-    from simplefsdp.explainer.target import find_target
-    from simplefsdp.explainer.trace_errors import TraceError, explain_failure
-    from simplefsdp.planner.build import trace
-    from simplefsdp.planner.predict import predict
-    from simplefsdp.planner.text import memory_text, planners_text
-    from simplefsdp.planner.validation import validation_text
-
     if options.validate:
+        from simplefsdp.planner.validation import validation_text
+
         print(validation_text())
         return 0
-    if options.plot is not None and not options.scale:
-        raise UsageError("--plot draws what --scale shows: give both")
-    if not options.planners:
-        raise UsageError("--planners: name at least one of auto, greedy, block, none")
+    options.check()
+
+    from simplefsdp.explainer.trace_errors import TraceError
+
+    hardware = options.on_hardware()
     try:
-        hardware = find_hardware(options.hardware)
+        profile = hardware.load()
     except ValueError as error:
-        raise UsageError(str(error)) from error
-    target = find_target(
-        options.model, seq_len=options.seq, local_batch=options.local_batch, checkpointing=options.ac
-    )
+        raise UsageError(f"--hardware: {error}") from error
     try:
-        with explain_failure(target.name):
-            traced = trace(
-                target,
-                hardware,
-                gpus=options.gpus,
-                sharding_factor=options.sharding_factor,
-                precision=options.precision,
-                planner=options.planners[-1],
-                memory_budget_gb=options.memory_budget_gb,
-                reshard_after_forward=options.reshard_after_forward,
-                whole=options.whole,
-            )
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+        if options.search:
+            _search(options, hardware, profile)
+        else:
+            _predict(options, hardware, profile)
     except TraceError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         return EXIT_FAILURE
-    profile = hardware.load()
+    return 0
+
+
+def _request(options: PlanOptions) -> Request:
+    from simplefsdp.planner.step import Request
+
+    return Request(
+        model=options.model,
+        seq=options.seq,
+        layers=options.layers,
+        batch=options.local_batch or 1,
+        ac=options.ac or "selective",
+        devices=options.gpus,
+        factor=options.sharding_factor or options.gpus,
+        precision=options.precision,
+        memory_budget_gb=options.memory_budget_gb,
+        reshard=options.reshard_after_forward,
+        whole=options.whole,
+        planner="none",
+    )
+
+
+def _predict(options: PlanOptions, hardware: Hardware, profile: HardwareProfile) -> None:
+    """Compare planners in the step that the options describe; then scale it, if asked to."""
+    from simplefsdp.planner.compare import PEERS_NOTE, predict_peers
+    from simplefsdp.planner.predict import predict
+    from simplefsdp.planner.text import memory_text, planners_text
+    from simplefsdp.planner.tracing import trace_fresh
+
+    step = trace_fresh(dataclasses.replace(_request(options), eager=True), hardware)
+    traced = step.traced
     predictions = [
         predict(
             traced.graphs,
             profile,
             traced.shard_bytes,
             planner=planner,
-            tokens=target.tokens,
-            flops_per_token=target.flops_per_token,
+            tokens=step.tokens,
+            flops_per_token=step.flops_per_token,
         )
         for planner in options.planners
     ]
+    peers = predict_peers(
+        traced.graphs,
+        traced.eager,
+        profile,
+        traced.shard_bytes,
+        tokens=step.tokens,
+        flops_per_token=step.flops_per_token,
+    )
     best = min(predictions, key=lambda item: item.step_ns)
     forward_backward = " + ".join(f"{line.kind} {line.step_ns / 1e6:.1f}" for line in best.timelines)
+    checkpointing = "" if options.is_own_model else f", activation checkpointing {step.request.ac}"
     print(
-        f"{target.name} on {options.gpus} {hardware.name}, sharded over {options.sharding_factor or options.gpus}, "
-        f"activation checkpointing {options.ac}; modelled, hardware profile {profile.name}; {traced.note}"
+        f"{step.name} on {options.gpus} {hardware.name}, sharded over {step.request.factor}{checkpointing}; modelled, "
+        f"hardware profile {profile.name}; {traced.note}"
     )
     print("\n".join(f"warning: {line}" for line in traced.warnings), end="\n" if traced.warnings else "")
     print()
-    print(planners_text(predictions))
+    print(planners_text([*predictions, *peers]))
+    print(f"\n{PEERS_NOTE}" if peers else "", end="\n" if peers else "")
     print()
     print(f"best: {best.planner}, ms: {forward_backward} + optimizer {best.optimizer_ns / 1e6:.1f}")
     print(memory_text(best.memory, hardware))
     if options.scale:
-        print(f"\n{_scale(options, target, traced, profile)}")
-    return 0
+        _scale(options, hardware, profile, step)
 
 
-def _scale(options: PlanOptions, target: Target, traced: Traced, profile: HardwareProfile) -> str:
-    """The scaling table; draws it if asked to."""
-    from simplefsdp.planner.predict import predict
-    from simplefsdp.planner.scale import DEVICES, ScalePoint, plot_scaling, rescale, scaling_text
+def _search(options: PlanOptions, hardware: Hardware, profile: HardwareProfile) -> None:
+    """Print the best choices."""
+    from simplefsdp.planner.found import findings_text
+    from simplefsdp.planner.rescale import RescaleError
+    from simplefsdp.planner.search import Search, Space, sharding_factors
+    from simplefsdp.planner.tracing import say_on_terminal, trace_all
 
-    points = []
+    assert hardware.memory_bytes is not None
+    factors = sharding_factors(options.gpus, profile.value("ranks_per_node"))
+    own = options.is_own_model
+    space = Space(
+        modes=(options.ac,) if options.ac else (("none",) if own else ("none", "selective", "full")),
+        batch=1 if own else options.local_batch,
+        factors=factors if options.sharding_factor is None else (options.sharding_factor,),
+        reshards=(True, False) if options.reshard_after_forward else (False,),
+        planners=options.planners,
+    )
+    search = Search(
+        _request(options),
+        space,
+        profile,
+        hardware.memory_bytes,
+        lambda requests: trace_all(requests, hardware, say_on_terminal),
+        say_on_terminal,
+        options.best,
+    )
     try:
-        for devices in DEVICES:
-            graphs = [rescale(facts, profile, devices) for facts in traced.graphs]
-            stored = -(-traced.shard_bytes * options.gpus // devices)
-            prediction = predict(
-                graphs, profile, stored, tokens=target.tokens, flops_per_token=target.flops_per_token
-            )
-            points.append(ScalePoint(devices, prediction))
-    except ValueError as error:
-        raise UsageError(f"--scale: {error}; leave out --sharding-factor") from error
-    title = f"{target.name}, fully sharded, planner {options.planners[-1]}; modelled, hardware profile {profile.name}"
-    if options.plot is not None:
+        findings = search.run()
+    except RescaleError as error:
+        say_on_terminal("")
+        raise UsageError(f"--search cannot compute variants of this model: {error}") from error
+    print(f"{options.model} on {options.gpus} {hardware.name}; modelled, hardware profile {profile.name}")
+    print(findings_text(findings, options, hardware))
+
+
+def _scale(options: PlanOptions, hardware: Hardware, profile: HardwareProfile, step: Step) -> None:
+    """Print a table for each way to shard, and draw them if asked to."""
+    from simplefsdp.planner.picture import plot_scaling
+    from simplefsdp.planner.rescale import RescaleError
+    from simplefsdp.planner.scale import Scaling, scaling_text
+    from simplefsdp.planner.tracing import trace_fresh
+
+    scaling = Scaling(
+        step,
+        profile,
+        hardware.memory_bytes,
+        options.planners[-1],
+        options.global_batch,
+        lambda request: trace_fresh(request, hardware),
+    )
+    series: dict[str, list[ScalePoint]] = {}
+    kind = (
+        "weak scaling, each device keeps its batch"
+        if options.global_batch is None
+        else f"strong scaling, global batch {options.global_batch}"
+    )
+    title = f"{step.name}, {kind}, planner {options.planners[-1]}; modelled, hardware profile {profile.name}"
+    print(f"\n{title}")
+    try:
+        for name, points in scaling.series(options.sharding_factor):
+            print(f"\n{name}")
+            if isinstance(points, str):
+                print(points)
+            else:
+                print(scaling_text(points, hardware.memory_bytes))
+                series[name] = points
+    except RescaleError as error:
+        raise UsageError(f"--scale cannot compute other numbers of devices: {error}") from error
+    if options.plot is not None and series:
         try:
-            plot_scaling(points, title, options.plot)
-        except (ImportError, OSError, ValueError) as error:
+            plot_scaling(series, title, hardware.memory_bytes, options.plot)
+        except (ImportError, OSError) as error:
             raise UsageError(f"--plot {options.plot}: {error}") from error
-    return f"{title}\n{scaling_text(points)}"

@@ -1,146 +1,243 @@
-"""The facts of a fully sharded step on another number of devices, without another trace.
+"""How a step scales: 8 to 4096 devices, sharded over all, over one node or not at all, with weak or strong scaling.
 
-Owns the arithmetic of shards and group sizes. Must not know FX or models. Compute stays what it is (weak scaling: each
-device keeps its batch); collectives carry the same whole tensors in other shares, between other ranks.
+Owns which points there are, which batch each device has, and what has to be traced for them. Must not know how points
+are drawn.
+
+Weak scaling: each device keeps its batch. Strong scaling: all devices share a global batch; a device whose part is
+larger than what it may take at once takes several equal passes per step and reduces in each, as
+`simplefsdp train --accumulation-sync every` does.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
-from inductor_passes.costs.model import ProfileCostModel
 from inductor_passes.costs.profiles import HardwareProfile
-from inductor_passes.costs.topology import topology_of
-from inductor_passes.plan import Role
-from inductor_passes.planners import plan_collectives
-from simplefsdp.explainer.draw import INSTALL_HINT
-from simplefsdp.explainer.facts import GraphFacts
 from simplefsdp.explainer.hardware import GIB
-from simplefsdp.planner.predict import Prediction
-from simplefsdp.planner.text import table
+from simplefsdp.planner.predict import MOMENTS, Prediction, predict
+from simplefsdp.planner.rescale import World
+from simplefsdp.planner.step import Family, Step, Tracer
+from simplefsdp.planner.text import TIGHT_SHARE, table
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclasses.dataclass(frozen=True)
-class ScalePoint:
-    """A prediction for one number of devices."""
-
-    devices: int
-    prediction: Prediction
-
-
-def rescale(facts: GraphFacts, profile: HardwareProfile, devices: int) -> GraphFacts:
-    """The facts of the same graph when parameters are sharded over another number of devices.
-
-    Padding of shards that do not divide is left as it was traced.
+class Load:
+    """What one device computes in a step.
 
     Args:
-        facts: of a step that is fully sharded over one group.
-        profile: hardware.
-        devices: ranks of the group.
-
-    Returns:
-        The facts, planned anew by the same planner.
-
-    Raises:
-        ValueError: the step has several groups, or collectives other than gathers and reduce-scatters of parameters.
+        world: the devices and their groups.
+        batch: sequences in one pass.
+        passes: forward and backward passes before the optimizer's step.
     """
-    problem, cost = facts.problem, ProfileCostModel(profile)
-    if len({item.key.group for item in problem.collectives}) > 1 or any(
-        item.role is Role.FIXED or item.key.kind not in ("all_gather", "reduce_scatter")
-        for item in problem.collectives
-    ):
-        raise ValueError(
-            "only steps that are fully sharded over one group can be scaled without tracing them again"
-        )
-    group = topology_of(range(devices), profile.value("ranks_per_node"))
-    items, traffic = [], []
-    for item, held in zip(problem.collectives, facts.traffic, strict=True):
-        share = -(-item.size_bytes // devices)
-        is_gather = item.role is Role.GATHER
-        sent, received = (share, item.size_bytes) if is_gather else (item.size_bytes, share)
-        items.append(
-            dataclasses.replace(
-                item,
-                transfer_ns=cost.transfer_ns(item.key.kind, group, item.size_bytes),
-                copy_in_ns=cost.copy_ns(sent),
-                copy_out_ns=cost.copy_ns(received),
-            )
-        )
-        traffic.append(dataclasses.replace(held, sent_bytes=sent, received_bytes=received))
-    problem = dataclasses.replace(
-        problem,
-        collectives=tuple(items),
-        alpha_ns={key: cost.alpha_ns(key.kind, group) for key in problem.alpha_ns},
-    )
-    plan = plan_collectives(problem, facts.plan.planner)
-    return dataclasses.replace(facts, problem=problem, traffic=tuple(traffic), plan=plan)
+
+    world: World
+    batch: int
+    passes: int = 1
 
 
-def scaling_text(points: Sequence[ScalePoint]) -> str:
-    """One line per number of devices: weak scaling, each device keeps its batch."""
-    base = points[0].prediction.step_ns
+@dataclasses.dataclass(frozen=True)
+class ScalePoint:
+    """A prediction for one number of devices.
+
+    Args:
+        load: what each computes.
+        prediction: of a step with one pass.
+    """
+
+    load: Load
+    prediction: Prediction
+
+    @property
+    def step_ns(self) -> int:
+        """All passes and the optimizer."""
+        once = self.prediction.optimizer_ns
+        return (self.prediction.step_ns - once) * self.load.passes + once
+
+    @property
+    def exposed_ns(self) -> int:
+        """Time in which compute waits for communication."""
+        return self.prediction.exposed_ns * self.load.passes
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second and device."""
+        tokens = self.prediction.tokens
+        return None if tokens is None else tokens * self.load.passes * 1e9 / self.step_ns
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation."""
+        rate, needed = self.tokens_per_s, self.prediction.flops_per_token
+        return None if rate is None or needed is None else rate * needed / self.prediction.peak_flops
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory at the peak; between passes the reduced gradients stay."""
+        return self.prediction.memory.total_bytes + (
+            self.prediction.memory.parameters if self.load.passes > 1 else 0
+        )
+
+    def fit(self, memory_bytes: int | None) -> str:
+        """Whether it fits, in a word."""
+        if memory_bytes is None:
+            return "?"
+        share = self.total_bytes / memory_bytes
+        return "no" if share > 1 else ("tight" if share > TIGHT_SHARE else "yes")
+
+
+def worlds(factor: int | None, ranks_per_node: int) -> list[tuple[str, list[World]]]:
+    """The ways to shard, each with its worlds.
+
+    Args:
+        factor: ranks that share one copy; None asks for all ways.
+        ranks_per_node: devices of one node.
+    """
+    if factor is not None:
+        name = "replicated" if factor == 1 else f"sharded over {factor}"
+        return [(name, [World(devices, factor) for devices in DEVICES if devices % factor == 0])]
+    return [
+        ("sharded over all", [World(devices, devices) for devices in DEVICES]),
+        (
+            f"sharded over {ranks_per_node}",
+            [World(devices, ranks_per_node) for devices in DEVICES if devices % ranks_per_node == 0][1:],
+        ),
+        ("replicated", [World(devices, 1) for devices in DEVICES]),
+    ]
+
+
+def loads(points: Sequence[World], batch: int, global_batch: int | None) -> Iterator[Load]:
+    """What each device computes; worlds among which the global batch does not divide are left out.
+
+    Args:
+        points: the worlds.
+        batch: the most sequences a device takes at once; with weak scaling, what it takes.
+        global_batch: sequences of all devices together; None is weak scaling.
+    """
+    for world in points:
+        if global_batch is None:
+            yield Load(world, batch)
+        elif global_batch % world.devices == 0:
+            share = global_batch // world.devices
+            once = max(size for size in range(1, min(share, batch) + 1) if share % size == 0)
+            yield Load(world, once, share // once)
+
+
+class Scaling:
+    """Predictions of one step on many numbers of devices.
+
+    Args:
+        step: as traced; its batch is the most that a device takes at once.
+        profile: hardware.
+        memory_bytes: of a device, None where it is not known.
+        planner: who plans.
+        global_batch: sequences of all devices together; None is weak scaling.
+        tracer: traces what does not follow from `step`.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        profile: HardwareProfile,
+        memory_bytes: int | None,
+        planner: str,
+        global_batch: int | None,
+        tracer: Tracer,
+    ) -> None:
+        self._step, self._profile, self._memory_bytes = step, profile, memory_bytes
+        self._planner, self._global_batch, self._tracer = planner, global_batch, tracer
+        self._families: dict[bool, Family] = {}
+
+    def series(self, factor: int | None) -> Iterator[tuple[str, list[ScalePoint] | str]]:
+        """Points of each way to shard, or why there are none.
+
+        Args:
+            factor: ranks that share one copy of the parameters; None asks for all ways.
+
+        Raises:
+            RescaleError: other devices do not follow by arithmetic from what can be traced.
+            UsageError, TraceError: as `trace_step`.
+        """
+        for name, where in worlds(factor, self._profile.value("ranks_per_node")):
+            todo = list(loads(where, self._step.request.batch, self._global_batch))
+            held = self._step.stored_bytes(1) * (1 + 1 + MOMENTS)
+            if not todo:
+                yield name, f"a global batch of {self._global_batch} divides among none of these devices"
+            elif todo[0].world.factor == 1 and self._memory_bytes is not None and held > self._memory_bytes:
+                room = f"{held / GIB:.1f} of {self._memory_bytes / GIB:.0f} GiB"
+                yield name, f"does not fit: parameters, gradients and optimizer alone take {room}"
+            else:
+                family = self._family(todo)
+                yield name, [self._point(family, load) for load in todo]
+
+    def _point(self, family: Family, load: Load) -> ScalePoint:
+        prediction = predict(
+            family.graphs(load.batch, load.world),
+            self._profile,
+            family.high.stored_bytes(load.world.factor),
+            planner=self._planner,
+            tokens=family.high.tokens_of(load.batch),
+            flops_per_token=family.high.flops_per_token,
+        )
+        return ScalePoint(load, prediction)
+
+    def _family(self, todo: Sequence[Load]) -> Family:
+        """What the points follow from; steps that replicate parameters and that shard them do not follow from each
+        other."""
+        request = self._step.request
+        replicated = todo[0].world.factor == 1
+        known = self._families.get(replicated)
+        is_smaller = any(load.batch < request.batch for load in todo)
+        if known is not None and (known.low is not known.high or not is_smaller):
+            return known
+        high = self._step if known is None else known.high
+        if (request.factor == 1) != replicated:
+            world = todo[0].world
+            high = self._tracer(dataclasses.replace(request, devices=world.devices, factor=world.factor))
+        low = high
+        if is_smaller:
+            low = self._tracer(dataclasses.replace(high.request, batch=1))
+        self._families[replicated] = Family(low, high, self._profile)
+        return self._families[replicated]
+
+
+def scaling_text(points: Sequence[ScalePoint], memory_bytes: int | None) -> str:
+    """One line per number of devices.
+
+    Args:
+        points: of one way to shard, fewest devices first.
+        memory_bytes: of a device, None where it is not known.
+    """
+    first = points[0]
     rows = []
     for point in points:
-        item = point.prediction
+        # Work per device and time: with weak scaling the ratio of steps.
+        pace = point.load.batch * point.load.passes / point.step_ns
+        base = first.load.batch * first.load.passes / first.step_ns
         rows.append(
             (
-                f"{point.devices}",
-                f"{item.step_ns / 1e6:.1f}",
-                f"{item.exposed_ns / item.step_ns:.1%}",
-                "-" if item.tokens_per_s is None else f"{item.tokens_per_s:,.0f}",
-                "-" if item.mfu is None else f"{item.mfu:.1%}",
-                f"{base / item.step_ns:.1%}",
-                f"{item.memory.total_bytes / GIB:.1f}",
+                f"{point.load.world.devices}",
+                f"{point.load.batch}" + (f" x {point.load.passes}" if point.load.passes > 1 else ""),
+                f"{point.step_ns / 1e6:.1f}",
+                f"{point.exposed_ns / point.step_ns:.1%}",
+                "-" if point.tokens_per_s is None else f"{point.tokens_per_s:,.0f}",
+                "-" if point.mfu is None else f"{point.mfu:.1%}",
+                f"{pace / base:.1%}",
+                f"{point.total_bytes / GIB:.1f}",
+                point.fit(memory_bytes),
             )
         )
     head = (
         "devices",
+        "batch",
         "step ms",
         "exposed",
         "tokens/s/device",
         "MFU",
-        f"speed to {points[0].devices}",
+        f"speed to {first.load.world.devices}",
         "peak GiB",
+        "fits",
     )
     return table(head, rows)
-
-
-def plot_scaling(points: Sequence[ScalePoint], title: str, path: Path) -> None:
-    """Draw the step over the number of devices, split into compute, exposed communication and optimizer.
-
-    Args:
-        points: at least one.
-        title: above the picture; says that all is modelled, and with what.
-        path: file to write.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f"pictures need matplotlib: {INSTALL_HINT}") from error
-    names = [str(point.devices) for point in points]
-    exposed = [point.prediction.exposed_ns / 1e6 for point in points]
-    optimizer = [point.prediction.optimizer_ns / 1e6 for point in points]
-    compute = [
-        point.prediction.step_ns / 1e6 - waits - update
-        for point, waits, update in zip(points, exposed, optimizer, strict=True)
-    ]
-    figure = Figure(figsize=(8, 4.5), dpi=130, layout="constrained")
-    axes = figure.add_subplot()
-    axes.bar(names, compute, color="#4c78a8", label="forward and backward")
-    axes.bar(names, exposed, bottom=compute, color="#e45756", label="waiting for communication")
-    below = [one + other for one, other in zip(compute, exposed, strict=True)]
-    axes.bar(names, optimizer, bottom=below, color="#bab0ac", label="optimizer")
-    axes.set_title(title, loc="left", fontsize=9, wrap=True)
-    axes.set_xlabel("devices, each with the same batch")
-    axes.set_ylabel("step (ms, modelled)")
-    axes.grid(axis="y", alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=3)
-    figure.savefig(path)

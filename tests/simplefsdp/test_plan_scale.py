@@ -1,0 +1,209 @@
+"""`simplefsdp plan --scale`: facts of other devices, groups and batches by arithmetic, and what the table shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import simplefsdp
+from inductor_passes.costs.profiles import load_profile
+from simplefsdp.cli import main
+from simplefsdp.explainer.hardware import GIB
+from simplefsdp.explainer.wrapping import wrap_options
+from simplefsdp.planner.build import Traced
+from simplefsdp.planner.predict import shard_bytes
+from simplefsdp.planner.rescale import RescaleError, World, at_batch, at_world
+from simplefsdp.planner.scale import DEVICES, Load, Scaling, loads, worlds
+from simplefsdp.planner.step import Request, Step, _measure
+
+PROFILE = load_profile("h100_sxm")
+ROWS = 40  # divides by none of the factors above 8: padded there
+
+
+class Small(nn.Module):
+    """An embedding, two layers of which one is checkpointed, and a head that adds a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(ROWS, 16)
+        self.up = nn.Linear(16, 48, bias=False)
+        self.down = nn.Linear(48, 16, bias=False)
+        self.head = nn.Linear(16, ROWS)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        x = x + checkpoint(self._middle, x, use_reentrant=False)
+        return self.head(x)
+
+    def _middle(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+def build():
+    """What `--model tests.simplefsdp.test_plan_scale:build` names."""
+    return Small(), (torch.zeros(4, 32, dtype=torch.int64),)
+
+
+@functools.cache
+def facts_of(devices, factor, batch=4):
+    torch.compiler.reset()
+    wrap = wrap_options(
+        gpus=devices,
+        sharding_factor=factor,
+        precision="bf16",
+        planner="greedy",
+        blocks=(),
+        memory_budget_gb=4.0,
+        reshard_after_forward=True,
+        profile="h100_sxm",
+    )
+    with torch.device("meta"):
+        model, tokens = Small(), torch.zeros(batch, 32, dtype=torch.int64)
+    return simplefsdp.explain(model, tokens, ranks=devices, wrap=wrap).graphs
+
+
+def rows():
+    return {name: parameter.shape[0] for name, parameter in Small().named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def traced():
+    """Forward and backward, by world: sharded over all, hybrid, and replicated on two numbers of devices."""
+    return {where: facts_of(*where) for where in ((16, 16), (32, 8), (16, 1), (64, 1))}
+
+
+def test_facts_on_other_devices_and_in_other_groups_equal_a_trace_there(traced):
+    sharded = [where for where in traced if where[1] > 1]
+    kinds = set()
+    for old, new in [*itertools.permutations(sharded, 2), ((16, 1), (64, 1)), ((64, 1), (16, 1))]:
+        for here, there in zip(traced[old], traced[new], strict=True):
+            assert at_world(here, PROFILE, World(*old), World(*new), rows()) == there, (old, new, here.kind)
+            kinds |= {(item.key.kind, item.key.group) for item in there.problem.collectives}
+    assert kinds >= {("all_gather", "group0"), ("reduce_scatter", "group0"), ("all_reduce", "group1")}
+
+
+def test_without_rows_sizes_stay_as_they_were_padded(traced):
+    here = at_world(traced[16, 16][0], PROFILE, World(16, 16), World(32, 8), {})
+    sizes = [item.size_bytes for item in here.problem.collectives]
+    assert sizes == [item.size_bytes for item in traced[16, 16][0].problem.collectives]
+    assert sizes != [item.size_bytes for item in traced[32, 8][0].problem.collectives]
+
+
+def test_replicated_and_sharded_steps_do_not_follow_from_each_other(traced):
+    for old, new in (((16, 1), (16, 16)), ((16, 16), (16, 1))):
+        with pytest.raises(RescaleError, match="replicated there and sharded here"):
+            at_world(traced[old][1], PROFILE, World(*old), World(*new), rows())
+
+
+def test_other_batches_follow_from_two(traced):
+    small, large = facts_of(16, 16, batch=1), facts_of(16, 16, batch=8)
+    for low, middle, high in zip(small, traced[16, 16], large, strict=True):
+        found = at_batch(low, 1, high, 8, 4)
+        assert [value.size_bytes for value in found.values] == [value.size_bytes for value in middle.values]
+        assert [region.flops for region in found.regions] == [region.flops for region in middle.regions]
+        times = zip(found.problem.region_ns, middle.problem.region_ns, strict=True)
+        assert all(abs(one - other) <= 2 for one, other in times), "ns"
+        assert found.traffic == middle.traffic
+        assert at_batch(low, 1, high, 8, 8) == high
+
+
+def test_batches_of_different_graphs_are_refused(traced):
+    low = traced[16, 16][0]
+    with pytest.raises(RescaleError, match="forward: batches 1 and 2 give different graphs"):
+        at_batch(low, 1, dataclasses.replace(low, values=low.values[:-1]), 2, 4)
+
+
+def test_a_world_must_divide():
+    with pytest.raises(ValueError, match="16 devices do not divide into groups of 5"):
+        World(16, 5)
+
+
+def step(devices=16, factor=16, batch=4, tokens=128):
+    """A step as the command traces it, of the model above."""
+    request = Request("small", None, None, batch, "none", devices, factor, "bf16", 4.0, True, False, "greedy")
+    parameters = {name: _measure(item) for name, item in Small().named_parameters()}
+    graphs = facts_of(devices, factor, batch)
+    stored = shard_bytes(Small().parameters(), factor)
+    return Step(request, "Small", Traced(graphs, stored, "", ()), parameters, tokens * batch // 4, 1e6)
+
+
+def test_stored_bytes_are_those_of_the_prediction():
+    one = step()
+    for factor in (1, 3, 16):
+        assert one.stored_bytes(factor) == shard_bytes(Small().parameters(), factor)
+
+
+def test_what_each_device_computes():
+    weak = list(loads([World(8, 8), World(16, 16)], 4, None))
+    assert weak == [Load(World(8, 8), 4), Load(World(16, 16), 4)]
+    strong = list(loads([World(number, 8) for number in (8, 16, 32, 64, 128)], 4, 96))
+    # 12, 6, 3 and - for 64, where 96 does not divide -
+    assert [(item.world.devices, item.batch, item.passes) for item in strong] == [
+        (8, 4, 3),
+        (16, 3, 2),
+        (32, 3, 1),
+    ]
+    assert [name for name, _ in worlds(None, 8)] == ["sharded over all", "sharded over 8", "replicated"]
+    assert [world.devices for world in worlds(16, 8)[0][1]] == list(DEVICES[1:])
+
+
+def test_strong_scaling_takes_passes_and_traces_what_is_needed():
+    asked: list[Request] = []
+
+    def tracer(request):
+        asked.append(request)
+        return step(16, 16 if request.factor > 1 else 1, request.batch)
+
+    scaling = Scaling(step(), PROFILE, 80 * GIB, "greedy", 256, tracer)
+    series = dict(scaling.series(None))
+    full, hybrid, replicated = series.values()
+    assert [point.load.world.devices for point in full] == [8, 16, 32, 64, 128, 256]
+    assert [(point.load.batch, point.load.passes) for point in full] == [
+        (4, 8),
+        (4, 4),
+        (4, 2),
+        (4, 1),
+        (2, 1),
+        (1, 1),
+    ]
+    assert [point.load.world for point in hybrid] == [World(devices, 8) for devices in (16, 32, 64, 128, 256)]
+    first = full[0]
+    passes = sum(line.step_ns for line in first.prediction.timelines)
+    assert first.step_ns == 8 * passes + first.prediction.optimizer_ns
+    assert first.tokens_per_s == pytest.approx(8 * 128 / (first.step_ns / 1e9))
+    assert first.total_bytes == first.prediction.memory.total_bytes + first.prediction.memory.parameters
+    assert full[3].total_bytes == full[3].prediction.memory.total_bytes, "one pass keeps nothing"
+    # The low batch, and replicated parameters with both batches: all else follows.
+    assert [(request.factor, request.batch) for request in asked] == [(16, 1), (1, 4), (1, 1)]
+    assert len(replicated) == 6
+
+
+def test_replicas_that_cannot_fit_are_not_traced():
+    def tracer(request):
+        raise AssertionError(request)
+
+    series = dict(Scaling(step(), PROFILE, 20_000, "greedy", None, tracer).series(None))
+    assert series["replicated"].startswith("does not fit: parameters, gradients and optimizer alone take")
+    assert all(point.fit(20_000) == "no" for point in series["sharded over all"])
+
+
+def test_the_command_prints_and_draws_all_ways_to_shard(capsys, tmp_path):
+    picture = tmp_path / "new" / "scale.svg"
+    arguments = ["--model", f"{__name__}:build", "--gpus", "16", "--planners", "greedy", "--scale"]
+    assert main(["plan", *arguments, "--plot", str(picture)]) == 0
+    said = capsys.readouterr().out
+    weak, *tables = said[said.index("weak scaling") :].split("\n\n")
+    assert "modelled, hardware profile h100_sxm" in weak
+    assert [table.splitlines()[0] for table in tables] == ["sharded over all", "sharded over 8", "replicated"]
+    devices = [[line.split()[0] for line in table.splitlines()[2:]] for table in tables]
+    assert devices[0] == devices[2] == [str(number) for number in DEVICES]
+    assert devices[1] == [str(number) for number in DEVICES[1:]]
+    drawn = picture.read_text()
+    assert "sharded over 8" in drawn
+    assert "does not fit" in drawn
