@@ -47,7 +47,7 @@ STACKS = {
         timeline
         planners/build planners/keylists planners/instance planners/schedule planners/check planners/order
         planners/segment planners/bound planners/place planners/simple planners/exact planners/moves
-        planners/search planners/auto
+        planners/search planners/hedge planners/auto
         planners/explain planners/tasks planners/hold planners/motion planners/__init__
         windows work report verify emission program reshard bucket motion motion_kernels
         inorder reorder

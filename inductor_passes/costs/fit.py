@@ -24,9 +24,10 @@ class AffineFit:
 
 
 def fit_affine(traffic_bytes: Sequence[int], times_ns: Sequence[int]) -> AffineFit:
-    """Fit alpha and bandwidth so that the sum of squared *relative* errors is least.
+    """Fit alpha and bandwidth so that the sum of squared errors, each divided by its time, is least.
 
-    Relative, since the times span several powers of ten and the small ones carry alpha. A negative alpha is
+    The times span several powers of ten. Plain squares would leave the small ones, which carry alpha, no say; squares
+    of relative errors would let them bend the bandwidth, at which nearly all bytes travel. A negative alpha is
     replaced by 0 and a slope that is not positive by the fastest of the points, refitting the other constant.
 
     Args:
@@ -38,7 +39,7 @@ def fit_affine(traffic_bytes: Sequence[int], times_ns: Sequence[int]) -> AffineF
     """
     if len(traffic_bytes) != len(times_ns) or len(dict.fromkeys(traffic_bytes)) < 2 or min(times_ns) <= 0:
         raise ValueError("a fit needs one positive time for each size and at least two different sizes")
-    weights = [1.0 / (time * time) for time in times_ns]
+    weights = [1.0 / time for time in times_ns]
     total = sum(weights)
     mean_size = sum(w * x for w, x in zip(weights, traffic_bytes, strict=True)) / total
     mean_time = sum(w * y for w, y in zip(weights, times_ns, strict=True)) / total

@@ -15,6 +15,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+IN_FLIGHT = 8
+"""Collectives in the timed queue."""
+
 MEASURED_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
 
@@ -88,30 +91,34 @@ def collective_times(
 ) -> tuple[list[int], list[int], int]:
     """Time one collective kind on ``group`` at every payload of ``effort``.
 
-    Every rank of the group must call it. Times are those of the slowest rank.
+    Every rank of the group must call it. Times are those of the slowest rank. A collective's time is what it adds to
+    a queue of ``IN_FLIGHT`` started at once, not how long one takes alone: the planners ask how fast a group works off
+    its queue, where the latency of one hides behind the transfer of another.
 
     Returns:
-        Full payloads in bytes; times in ns from the moment the start returned; and the ns a start keeps the
-        caller. On a GPU the host runs ahead, so there the whole time belongs to the collective.
+        Full payloads in bytes; times in ns; and the ns a start keeps the caller. On a GPU the host runs ahead, so
+        there the whole time belongs to the collective.
     """
     size = dist.get_world_size(group)
     payloads, times, issues = [], [], []
     for wanted in effort.payload_bytes:
         elements = max(1, wanted // 4 // size) * size
-        full = torch.ones(elements, device=device)
-        shard = torch.ones(elements // size, device=device)
-        start = _starter(kind, full, shard, group)
+        starts = []
+        for _ in range(IN_FLIGHT):
+            full = torch.ones(elements, device=device)
+            starts.append(_starter(kind, full, torch.ones(elements // size, device=device), group))
 
-        def blocking(start: Callable[[], dist.Work] = start) -> None:
-            start().wait()
+        def queue(starts: list[Callable[[], dist.Work]] = starts) -> None:
+            for work in [start() for start in starts]:
+                work.wait()
 
         dist.barrier(group)
-        local = [median_ns(blocking, device, effort), _issue_ns(start, device, effort)]
+        local = [median_ns(queue, device, effort), _issue_ns(starts[0], device, effort)]
         slowest = torch.tensor(local, dtype=torch.int64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
         payloads.append(4 * elements)
         issue = int(slowest[1]) if device.type == "cpu" else 0
-        times.append(max(1, int(slowest[0]) - issue))
+        times.append(max(1, (int(slowest[0]) - issue) // IN_FLIGHT))
         issues.append(issue)
     return payloads, times, round(statistics.median(issues))
 

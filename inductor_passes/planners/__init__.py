@@ -4,8 +4,8 @@ Owns the entry point, :func:`plan_collectives`. Moving compute is a problem of i
 ``motion``), with an entry point of its own, ``plan_motion``. A stack of small files, each importing only those
 before it:
 ``keylists`` and ``instance`` (what may share a bucket), ``order`` (policies for the order), ``place`` (when),
-``segment``, ``moves`` (bucketings worth trying), ``exact``, ``search``, ``simple``, ``auto`` (the planners),
-``bound``, ``schedule``, ``explain``, ``check`` (what it costs, and why). None of them knows graphs or torch.
+``segment``, ``moves`` (bucketings worth trying), ``bound``, ``exact``, ``search``, ``hedge``, ``simple``, ``auto`` (the
+planners), ``schedule``, ``explain``, ``check`` (what it costs, and why). None of them knows graphs or torch.
 Nothing iterates over a set, ties break by number, times are integers: equal problems give byte-equal plans on
 every rank.
 """

@@ -24,6 +24,7 @@ class Instance:
 
     def __init__(self, problem: PlanningProblem, *, bucketing: bool = True) -> None:
         self.problem = problem
+        self.bucketing = bucketing
         self.budget = UNBOUNDED if problem.memory_budget_bytes is None else problem.memory_budget_bytes
         self.region_ns = list(problem.region_ns)
         self.slots = len(self.region_ns) + 1

@@ -78,9 +78,19 @@ class Search:
         instance: The compiled problem.
         stop_at_ns: A lower bound; the search ends when it is met.
         cutoff_ns: Only steps shorter than this are of interest.
+        accept: What a candidate must pass, besides being better, to become the best.
+        start: A candidate to begin with, placed anew.
     """
 
-    def __init__(self, instance: Instance, stop_at_ns: int, cutoff_ns: int | None = None) -> None:
+    def __init__(
+        self,
+        instance: Instance,
+        stop_at_ns: int,
+        cutoff_ns: int | None = None,
+        *,
+        accept: Callable[[Found], bool] = lambda _: True,
+        start: Found | None = None,
+    ) -> None:
         self.instance = instance
         self.stop_at_ns = stop_at_ns
         self.cutoff_ns = cutoff_ns
@@ -88,6 +98,9 @@ class Search:
         size = len(instance.problem.collectives) + instance.slots
         self.placements_left = max(LEAST_PLACEMENTS, min(MOST_PLACEMENTS, WORK // size))
         self._known: set[tuple[object, Lead]] = set()
+        self._accept = accept
+        if start is not None:
+            self._place(start.bucketing, start.order, start.slots, start.lead)
 
     def run(self) -> Found | None:
         """The best candidate found; ``None`` when none is feasible and short enough."""
@@ -138,7 +151,7 @@ class Search:
         if placed is None:
             return None
         found = Found(bucketing, tuple(order), tuple(slots), lead, placed)
-        if self.best is None or found.rank < self.best.rank:
+        if (self.best is None or found.rank < self.best.rank) and self._accept(found):
             self.best = found
         return found
 

@@ -1,22 +1,27 @@
 """The planners against oracles: a literal placing rule, brute force, the lower bound, and Llama-sized problems."""
 
+import dataclasses
 import itertools
 import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from inductor_passes.plan import Collective, PlanningProblem, Role
 from inductor_passes.planners import PLANNER_NAMES, plan_collectives
 from inductor_passes.planners.bound import lower_bound
 from inductor_passes.planners.check import check_plan
 from inductor_passes.planners.exact import EXACT_LIMIT, enumerate_best
+from inductor_passes.planners.hedge import GOOD_ENOUGH_PER_MILLE
 from inductor_passes.planners.instance import Bucketing, Instance
 from inductor_passes.planners.place import place
+from inductor_passes.planners.schedule import expand
 from inductor_passes.planners.search import Search
 from inductor_passes.planners.segment import all_runs, best_runs
+from inductor_passes.timeline import simulate
 from tests.helpers.effort import count_calls
 from tests.inductor_passes.llama_problems import LLAMA_8B, LLAMA_405B, Llama, llama_problem
-from tests.inductor_passes.plan_strategies import problems
+from tests.inductor_passes.plan_strategies import GATHER, REDUCE, problems
 from tests.inductor_passes.reference_place import ReferencePlacement, bucketings, fastest
 
 RELAXED = {"deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -67,8 +72,14 @@ def check_all_planners(problem):
         check_plan(problem, plan)
         assert plan.planner == name
         assert plan.lower_bound.time_ns <= plan.step_ns
-        assert plans["auto"].step_ns <= plan.step_ns
+    fastest_ns = min(plan.step_ns for plan in plans.values())
+    assert plans["auto"].step_ns == fastest_ns or _is_hedged(problem, plans["auto"])
     return plans
+
+
+def _is_hedged(problem, plan):
+    """Whether a plan is one of those among which ``auto`` may choose for other reasons than its step."""
+    return Instance(problem).movable_count() > EXACT_LIMIT and plan.gap_per_mille <= GOOD_ENOUGH_PER_MILLE
 
 
 @settings(max_examples=60, **RELAXED)
@@ -93,6 +104,28 @@ def test_auto_equals_brute_force_at_the_limit(problem):
 @given(problems(most_movable=25, most_regions=15, most_fixed=4))
 def test_larger_plans_keep_the_rules_and_auto_is_never_worse(problem):
     check_all_planners(problem)
+
+
+def test_of_plans_about_as_fast_auto_takes_the_one_that_forgives_slow_compute():
+    """Communication sets the pace, and a few large buckets save 1 % of alphas. When compute then takes as long as
+    communication, they have it begin late and end in a long tail of reductions."""
+    layers, compute_ns, transfer_ns, alpha_ns = 24, 100, 300, 3
+    gathers = [
+        Collective(f"weight{i}", GATHER, Role.GATHER, 8, transfer_ns, 0, i, i, copy_out_ns=1)
+        for i in range(layers)
+    ]
+    reductions = [
+        Collective(f"grad{i}", REDUCE, Role.REDUCE, 8, transfer_ns, i + 1, layers, layers, copy_in_ns=1)
+        for i in range(layers)
+    ]
+    items = [item for pair in zip(gathers, reductions, strict=True) for item in pair]
+    problem = PlanningProblem((compute_ns,) * layers, tuple(items), {GATHER: alpha_ns, REDUCE: alpha_ns})
+    plan = plan_collectives(problem)
+    assert plan.gap_per_mille <= GOOD_ENOUGH_PER_MILLE
+    slow = dataclasses.replace(problem, region_ns=(2 * transfer_ns,) * layers)
+    slow_ns = simulate(expand(slow, plan.buckets, plan.events)).step_ns
+    ends_ns = transfer_ns + alpha_ns
+    assert slow_ns < 2 * layers * transfer_ns + 4 * ends_ns
 
 
 @settings(max_examples=40, **RELAXED)
@@ -136,6 +169,7 @@ class TestLlama:
         problem = llama_problem(LLAMA_8B, ranks, backward=backward)
         plans = check_all_planners(problem)
         auto = plans["auto"]
+        assert auto.step_ns == min(plan.step_ns for plan in plans.values())
         if auto.lower_bound.limit == "compute":
             assert auto.gap_per_mille <= 20
         else:
