@@ -4,6 +4,8 @@ Owns the walk over FX nodes. Must not know plans or times, and changes no graph.
 
 What counts as a tensor of its own memory: the result of a matrix product or attention, and whatever a fused kernel of
 light operators leaves for others, that is, results read outside their region. Views share the memory of what they view.
+A fused kernel writes a result over a tensor of equal size that the graph made and that ends there, as TorchInductor
+does: the two count once.
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ def read_contents(graph: fx.Graph, program: Program, saved: Mapping[str, Saved] 
     values: list[Value] = []
     number_of: dict[fx.Node, int] = {}
     tensors = list(_tensors(graph, region_of, memory_of, saved))
+    overwritten = _overwritten(tensors, last_use, sources, nominal)
     # What was there before comes in the order in which it is used up: like layers stay in like order.
     tensors.sort(key=lambda item: (item[1], last_use.get(item[0], 0) if item[1] == BEFORE else 0))
     for node, at in tensors:
@@ -79,6 +82,10 @@ def read_contents(graph: fx.Graph, program: Program, saved: Mapping[str, Saved] 
         if sent and all(item.role is Role.REDUCE for item in sent):
             memory = Memory.GRADIENTS
         dies = max(last_use.get(node, at), at, 0)
+        if node in overwritten:
+            dies -= 1
+            if dies < at:
+                continue  # made and overwritten in one region
         number_of[node] = len(values)
         name = regions[min(at if at != BEFORE else dies, len(regions) - 1)].module
         values.append(Value(name, work.moved_bytes([node], nominal), memory, at, dies))
@@ -206,6 +213,27 @@ def _tensors(
             several = any(fxg.is_getitem(user) for user in node.users)
             if not several and (fxg.is_heavy(node) or node in outside):
                 yield node, region_of[node]
+
+
+def _overwritten(
+    tensors: Sequence[tuple[fx.Node, int]],
+    last_use: Mapping[fx.Node, int],
+    sources: Mapping[fx.Node, Sequence[int]],
+    nominal: int,
+) -> set[fx.Node]:
+    """Tensors over which a fused kernel of the region that reads them last writes a result of equal size."""
+    ending: dict[tuple[int, int], list[fx.Node]] = {}  # (region, bytes) -> tensors that nothing reads later
+    for node, at in tensors:
+        end = last_use.get(node, at)
+        if at != BEFORE and node not in sources and (end > at or fxg.is_heavy(node)):
+            ending.setdefault((end, work.moved_bytes([node], nominal)), []).append(node)
+    out: set[fx.Node] = set()
+    for node, at in tensors:
+        if at != BEFORE and not fxg.is_heavy(node):
+            candidates = ending.get((at, work.moved_bytes([node], nominal)))
+            if candidates:
+                out.add(candidates.pop())
+    return out
 
 
 def _sent_wait(start: fx.Node, region_of: Mapping[fx.Node, int]) -> fx.Node | None:

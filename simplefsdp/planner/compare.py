@@ -21,8 +21,8 @@ from simplefsdp.planner.peers import (
 from simplefsdp.planner.predict import Prediction, predict
 
 PEERS_NOTE = (
-    "Rows named FSDP2 and Inductor: the schedules of others, modelled in the same simulator, with the same times. FSDP2 "
-    "computes the loss in eager mode, outside of what is compiled."
+    "Rows named FSDP2 and Inductor: the schedules of others, modelled in the same simulator, with the same times. With "
+    "FSDP2 what is in no block, the loss for one, runs in eager mode."
 )
 
 
