@@ -77,16 +77,21 @@ def choose_setup(setups: Sequence[Setup], graph: fx.Graph, *, pinned: bool = Fal
 
 def identity(setups: Iterable[Setup]) -> str:
     """Cache identity of a pass: our sources, the version of torch, and every setup the pass may choose."""
-    text = " ".join([source_hash(), torch.__version__, *sorted(setup.key for setup in setups)])
+    text = " ".join(
+        [
+            source_hash(pathlib.Path(__file__).parent),
+            torch.__version__,
+            *sorted(setup.key for setup in setups),
+        ]
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 @functools.cache
-def source_hash() -> str:
-    """Hash of every source file of this package: an edited pass must not find results of the old one."""
-    package = pathlib.Path(__file__).parent
+def source_hash(package: pathlib.Path, pattern: str = "**/*.py") -> str:
+    """Hash of the source files of a package: edited ones must not find what the old ones compiled."""
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted(package.glob(pattern)):
         digest.update(path.relative_to(package).as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

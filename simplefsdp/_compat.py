@@ -41,6 +41,7 @@ __all__ = [
     "is_compiled_module",
     "is_traceable_wrapper_subclass",
     "local_tensor",
+    "mark_cacheable",
     "queue_backward_callback",
     "recompile_reasons",
     "reduce_scatter",
@@ -240,6 +241,18 @@ def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
         # DTensor remembers shardings with their mesh; an equal mesh of the next world has other process groups.
         _clear_sharding_prop_cache()
+
+
+def mark_cacheable(function: Callable[..., Any], version: str) -> None:
+    """Let AOTAutograd's cache keep graphs that call a function, under keys that hold the version.
+
+    The function must be found by its module and name, and do the same wherever its arguments and version are the same.
+    """
+    import torch._inductor.config
+
+    known = torch._inductor.config.unsafe_marked_cacheable_functions
+    name = f"{function.__module__}.{function.__name__}"
+    torch._inductor.config.unsafe_marked_cacheable_functions = {**known, name: version}
 
 
 def fake_mode() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pathlib
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import inductor_passes
 from inductor_passes.config import PassConfig
+from inductor_passes.setups import source_hash
 
 from . import _compat, regather
 from .alike import check_alike
@@ -27,6 +29,7 @@ from .placement import ShardPlacementFn, make_spec
 from .policy import check_mp_policy
 from .slots import ModuleState, Slot, WrapState
 from .state import shard_incoming_state
+from .unshard import unshard_in_graph
 
 __all__ = ["register_forward_method", "simple_fsdp"]
 
@@ -110,7 +113,10 @@ def simple_fsdp(
     if dp.mesh.device_type == "cpu":
         _compat.replace_cpu_gather()
     check_alike([(slot.fqn, original) for original, _, slot in slots.values()], dp.mesh)
+    # What torch compiled of a call in its graphs may serve other processes until the sources here change.
+    _compat.mark_cacheable(unshard_in_graph, source_hash(pathlib.Path(__file__).parent, "*.py"))
     wrap.passes_key = inductor_passes.install(passes, [dp.mesh.get_group(dim) for dim in range(dp.mesh.ndim)])
+    wrap.context = f"passes {wrap.passes_key}, position {dp.position_outside}"
     wrap.slots = tuple(slot for _, _, slot in slots.values())
     for original, sharded, slot in slots.values():
         mark_sharded(original, sharded, slot)

@@ -53,6 +53,19 @@ class DataParallelMesh:
         """This rank's position in its shard group."""
         return 0 if self.shard_dim is None else self.mesh.get_local_rank(self.shard_dim)
 
+    @property
+    def position_outside(self) -> tuple[int, ...]:
+        """This rank's coordinates along the dims of the root mesh that are not dims of this one, such as tensor
+        parallelism's: what a module computes may depend on them."""
+        root = _compat.root_mesh(self.mesh)
+        coordinate, mine = root.get_coordinate(), self.mesh.mesh_dim_names or ()
+        if root is self.mesh or coordinate is None:
+            return ()
+        names = root.mesh_dim_names or (None,) * len(coordinate)
+        return tuple(
+            at for name, at in zip(names, coordinate, strict=True) if name is None or name not in mine
+        )
+
     def _group(self, dim: int | None) -> Group | None:
         if dim is None:
             return None

@@ -244,7 +244,7 @@ def _read(module: nn.Module, name: str) -> Any:
         if wrap.accumulating and param.requires_grad:
             accumulator, sync = slot.accumulator, slot.stage
             shard = shard.detach()
-        full = unshard(shard, accumulator, spec, sync, slot.traced)
+        full = unshard(shard, accumulator, spec, sync, slot.traced, wrap.context)
     if compiling:
         _compat.while_tracing(_note_traced_read, state, slot, full)
     else:

@@ -100,6 +100,13 @@ class ShardSpec:
         ranks = 1 if self.gather_group is None else self.gather_group.size
         return -(-self.shape[self.shard_dim] // ranks)
 
+    def rows_of(self, shard_rank: int) -> int | None:
+        """Rows along `shard_dim` that a rank of the shard group stores; None when each stores the whole."""
+        if self.shard_dim is None:
+            return None
+        begin = shard_rank * self.padded_rows
+        return max(0, min(self.padded_rows, self.shape[self.shard_dim] - begin))
+
 
 def check_parameter(fqn: str, param: torch.Tensor) -> None:
     """Refuse, by name, a parameter that cannot be sharded.

@@ -19,7 +19,7 @@ from .mesh import DataParallelMesh
 from .placement import ShardSpec, stored_as, to_sharded
 from .policy import GradientSync
 from .trail import Trail
-from .unshard import traced_unshard
+from .unshard import remember
 
 __all__ = ["STATE", "ModuleState", "Read", "Slot", "WrapState", "find_state"]
 
@@ -34,7 +34,7 @@ class Slot:
         spec: how to unshard it.
         mesh, placements: of the stored DTensor.
         shard_rank: this rank's position in the shard group.
-        traced: the unshard as torch.compile sees it.
+        traced: text that stands for the spec where torch.compile traces.
         accumulator: a leaf that collects gradients while they are not fully reduced, or None. It has the gradient's
             shape and no memory of its own (stride 0); its `.grad` is the memory.
         stage: how far gradients in the accumulator are reduced.
@@ -55,7 +55,7 @@ class Slot:
     ) -> None:
         self.spec, self.mesh, self.placements, self.shard_rank = spec, mesh, placements, shard_rank
         self.owner, self.fqn, self.wrap = owner, fqn, wrap
-        self.traced = traced_unshard(spec)
+        self.traced = remember(spec, shard_rank)
         self.accumulator: torch.Tensor | None = None
         self.stage = GradientSync.FULL
 
@@ -81,7 +81,7 @@ class Slot:
         return {**self.__dict__, "traced": None, "accumulator": None, "stage": GradientSync.FULL}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, traced=traced_unshard(state["spec"]))
+        self.__dict__.update(state, traced=remember(state["spec"], state["shard_rank"]))
 
     def shard_full(self, full: torch.Tensor, device: torch.device | None = None) -> DTensor:
         """The stored form of an unsharded tensor."""
@@ -91,7 +91,7 @@ class Slot:
         """Take over the dtype that the stored parameter was converted to."""
         if dtype != self.spec.storage_dtype:
             self.spec = stored_as(self.spec, dtype, self.wrap.mp_policy)
-            self.traced = traced_unshard(self.spec)
+            self.traced = remember(self.spec, self.shard_rank)
             self.accumulator = None
 
     @property
@@ -115,6 +115,7 @@ class WrapState:
         raw_depth: number of open `sharded_parameters` contexts; attribute reads give shards while it is positive.
         slots: every sharded parameter, in registration order.
         passes_key: names the PassConfig in the tags that the passes read.
+        context: what compiled code depends on besides specs and tensors: the passes, the rank's place.
         ignored: parameters that the call was told to leave alone, and their names below the root.
         complete: whether every parameter below the root was found accounted for, since the last one was added.
         trail: the reads and reductions up to the first optimizer step, which compares them between ranks; then None.
@@ -129,12 +130,13 @@ class WrapState:
     raw_depth: int = 0
     slots: tuple[Slot, ...] = ()
     passes_key: str = ""
+    context: str = ""
     ignored: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
     complete: bool = False
     trail: Trail | None = dataclasses.field(default_factory=Trail)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WrapState:
-        new = WrapState(self.dp, self.mp_policy, self.root, passes_key=self.passes_key)
+        new = WrapState(self.dp, self.mp_policy, self.root, passes_key=self.passes_key, context=self.context)
         memo[id(self)] = new
         new.root = copy.deepcopy(self.root, memo)
         new.slots = copy.deepcopy(self.slots, memo)

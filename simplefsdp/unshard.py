@@ -12,8 +12,6 @@ replicas: F times fewer bytes than reducing the whole gradient. Gradients are me
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -27,21 +25,7 @@ from .mesh import Group
 from .placement import ShardSpec
 from .policy import GradientSync
 
-__all__ = ["TracedUnshard", "gather", "reduce_gradient", "traced_unshard", "unshard"]
-
-
-@dataclasses.dataclass(frozen=True)
-class TracedUnshard:
-    """The unshard of one spec as Dynamo sees it.
-
-    Attributes:
-        call: shard, accumulator, value of the `GradientSync` and `key` to the unsharded tensor.
-        key: text that differs where specs differ. As an argument it is guarded: Dynamo does not guard which function
-            it calls, and code compiled for one spec would serve another of equal shapes.
-    """
-
-    call: Callable[[torch.Tensor, torch.Tensor | None, str, str], torch.Tensor]
-    key: str
+__all__ = ["gather", "reduce_gradient", "remember", "unshard", "unshard_in_graph"]
 
 
 def unshard(
@@ -49,7 +33,8 @@ def unshard(
     accumulator: torch.Tensor | None,
     spec: ShardSpec,
     sync: GradientSync,
-    traced: TracedUnshard | None = None,
+    traced: str | None = None,
+    context: str = "",
 ) -> torch.Tensor:
     """Gather a parameter for compute, differentiably.
 
@@ -59,7 +44,8 @@ def unshard(
             gradient instead: of the unsharded shape for `GradientSync.NONE`, of the shard's for `SHARD_GROUP`.
         spec: the parameter's spec.
         sync: how far backward reduces; FULL exactly when `accumulator` is None.
-        traced: `traced_unshard(spec)`, used under torch.compile; None has Dynamo trace the autograd Function.
+        traced: what `remember` returned, used under torch.compile; None has Dynamo trace the autograd Function.
+        context: what else the traced graph depends on: the passes that the tags name, the rank's place.
 
     Returns:
         A tensor of shape `spec.shape` and dtype `spec.compute_dtype`; a DTensor on the tensor-parallel mesh where the
@@ -68,7 +54,7 @@ def unshard(
     if not (spec.storage_dtype.is_floating_point or spec.storage_dtype.is_complex):
         full = gather(shard.detach(), spec)
     elif traced is not None and torch.compiler.is_compiling():
-        full = traced.call(shard, accumulator, sync.value, traced.key)
+        full = unshard_in_graph(shard, accumulator, sync.value, traced, context)
     else:
         full = _Unshard.apply(shard, accumulator, spec, sync)
     tp = spec.tensor_parallel
@@ -133,19 +119,45 @@ def reduce_gradient(
     return grad.to(spec.storage_dtype if stop is GradientSync.FULL else spec.accumulate_dtype)
 
 
-@functools.cache
-def traced_unshard(spec: ShardSpec) -> TracedUnshard:
-    """The unshard as one call in Dynamo's graph, which AOTAutograd then traces through; equal specs share it.
+_SPECS: dict[str, ShardSpec] = {}
+"""Specs by their text: calls in Dynamo's graphs can carry text, and no object of ours."""
 
-    Dynamo spends about 0.1 s of CPU time on each autograd Function that it traces itself.
+
+def remember(spec: ShardSpec, shard_rank: int) -> str:
+    """Text that stands for a spec in Dynamo's graphs: equal where all that the traced graph depends on is equal.
+
+    torch keys a DTensor by its global shape. The text therefore also tells shards of different length apart, and
+    places on a tensor-parallel mesh, of which DTensor may trace constants.
+
+    Args:
+        spec: the parameter's spec.
+        shard_rank: this rank's position in the shard group.
     """
+    text = f"{spec!r}, {spec.rows_of(shard_rank)} rows"
+    if spec.tensor_parallel is not None:
+        text += f" at {spec.tensor_parallel.mesh.get_coordinate()}"
+    _SPECS[text] = spec
+    return text
 
-    def unshard_in_graph(
-        shard: torch.Tensor, accumulator: torch.Tensor | None, sync: str, key: str
-    ) -> torch.Tensor:
-        return _Unshard.apply(shard, accumulator, spec, GradientSync(sync))
 
-    return TracedUnshard(torch.compiler.allow_in_graph(unshard_in_graph), repr(spec))
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def unshard_in_graph(
+    shard: torch.Tensor, accumulator: torch.Tensor | None, sync: str, spec: str, context: str
+) -> torch.Tensor:
+    """The unshard as one call in Dynamo's graph, which AOTAutograd then traces through.
+
+    Dynamo spends about 0.1 s of CPU time on each autograd Function that it traces itself. The text arguments are
+    guarded, and they are part of the keys of torch's caches: they say all that the traced graph depends on, besides
+    the tensors and the sources of this package.
+
+    Args:
+        shard: the stored shard.
+        accumulator: as for `unshard`.
+        sync: value of the `GradientSync`.
+        spec: what `remember` returned.
+        context: as for `unshard`.
+    """
+    return _Unshard.apply(shard, accumulator, _SPECS[spec], GradientSync(sync))
 
 
 class _Unshard(torch.autograd.Function):

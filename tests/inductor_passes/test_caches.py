@@ -11,15 +11,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from inductor_passes import PassConfig, options
-from simplefsdp import simple_fsdp
+from simplefsdp import MixedPrecisionPolicy, simple_fsdp
 from tests.helpers.emitted import emitted_code
 from tests.helpers.meshes import mesh
 from tests.helpers.worlds import fake_process_group
@@ -40,6 +43,11 @@ def lookups() -> dict[str, int]:
     return {what: counters["inductor"][f"fxgraph_cache_{what}"] for what in ("hit", "miss", "bypass")}
 
 
+def whole_lookups() -> dict[str, int]:
+    """The same of AOTAutograd's cache, whose entries hold forward and backward together."""
+    return {what: counters["aot_autograd"][f"autograd_cache_{what}"] for what in ("hit", "miss", "bypass")}
+
+
 def step(model: nn.Module) -> list[float]:
     """Loss and gradient norms of one compiled step."""
     torch._dynamo.reset()
@@ -55,7 +63,7 @@ def main(planner: str) -> None:
     """What the processes of the first test run."""
     with fake_process_group(0, 4):
         values = step(simple_fsdp(products(), passes=PassConfig(planner=planner, profile="h100_sxm")))
-    print(json.dumps({"values": values, "lookups": lookups()}))
+    print(json.dumps({"values": values, "lookups": lookups(), "whole": whole_lookups()}))
 
 
 def main_in_a_process(
@@ -84,7 +92,59 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path):
     first, second = run("1"), run("2")
     assert first["lookups"] == {"hit": 0, "miss": 2, "bypass": 0}
     assert second["lookups"] == {"hit": 2, "miss": 0, "bypass": 0}
+    assert first["whole"] == {"hit": 0, "miss": 1, "bypass": 0}
+    assert second["whole"] == {"hit": 1, "miss": 0, "bypass": 0}
     assert first["values"] == second["values"]
+
+
+def cached_on(rank: int, ranks: int = 4, *, rows: int = 8, **arguments: Any) -> dict[str, int]:
+    """Lookups of one rank's step in the caches as they are."""
+    with fake_process_group(rank, ranks):
+        if arguments.pop("tensor_parallel", False):
+            both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            model = products(rows)
+            parallelize_module(model, both["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+            step(simple_fsdp(model, both["dp"], **arguments))
+        else:
+            arguments.setdefault("passes", PassConfig(planner="none", profile="h100_sxm"))
+            step(simple_fsdp(products(rows), **arguments))
+    return whole_lookups()
+
+
+HIT, MISS = {"hit": 1, "miss": 0, "bypass": 0}, {"hit": 0, "miss": 1, "bypass": 0}
+
+
+def test_ranks_share_what_one_of_them_compiled_where_their_shards_are_alike():
+    with fresh_cache():
+        assert cached_on(0, rows=10) == MISS  # 10 rows: 3, 3, 3 and 1
+        assert cached_on(1, rows=10) == HIT
+        assert cached_on(3, rows=10) == MISS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reshard_after_forward": False},
+        {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+        {"passes": PassConfig(planner="block", blocks=("0",), profile="h100_sxm")},
+        {"sharding_factor": 2},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_one_model_compiled_does_not_serve_one_that_is_wrapped_otherwise(change):
+    """Also where the two look alike to the compiler: tags and precision are in no graph that torch keys."""
+    with fresh_cache():
+        assert cached_on(0) == MISS
+        assert cached_on(0, **change) == MISS
+        assert cached_on(0, **change) == HIT
+
+
+def test_tensor_parallel_ranks_do_not_share():
+    """DTensor may trace constants of the rank's place, which no key of torch's holds."""
+    with fresh_cache():
+        assert cached_on(0, tensor_parallel=True) == MISS
+        assert cached_on(0, tensor_parallel=True) == HIT
+        assert cached_on(1, tensor_parallel=True) == MISS
 
 
 def test_generated_code_depends_on_shapes_alone():

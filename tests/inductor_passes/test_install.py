@@ -186,7 +186,7 @@ def test_identity_follows_every_option_profile_source_and_version(monkeypatch):
     uuids = [cls((setup,)).uuid() for setup in some for cls in (JointHook, PostGradHook, ReorderHook)]
     assert len(set(uuids)) == len(uuids)
     assert JointHook((Setup(PassConfig(), load_profile("h100_sxm")),)).uuid() == uuids[0]
-    monkeypatch.setattr(setups, "source_hash", lambda: "edited")
+    monkeypatch.setattr(setups, "source_hash", lambda *_: "edited")
     assert JointHook((some[0],)).uuid() != uuids[0]
     monkeypatch.undo()
     monkeypatch.setattr(torch, "__version__", "2.99.0")
