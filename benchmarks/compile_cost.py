@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.contestants import Setting, contestants
 from benchmarks.names import AUTO, FSDP2_COMPILED, NO_PASSES
-from benchmarks.record import RESULTS, conditions, markdown, write
+from benchmarks.record import RESULTS, command_line, conditions, markdown, write
 from benchmarks.workload import Workload, add_arguments, from_options, optimizer_of
 from inductor_passes.hooks import JointHook, PostGradHook, ReorderHook
 from simplefsdp import simple_fsdp
@@ -235,7 +235,7 @@ def main(arguments: list[str]) -> int:
             print(f"{name}, {count} layers: {column[count]}", file=sys.stderr)
             if isinstance(column[count], str):
                 break
-    command = " ".join(["python -m benchmarks.compile_cost", *arguments])
+    command = command_line("compile_cost", arguments)
     load = before, os.getloadavg()[0]
     write(options.out or RESULTS / "compile_cost.md", record(workload, command, load, options.ranks, found))
     return 0

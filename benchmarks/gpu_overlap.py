@@ -45,7 +45,7 @@ from benchmarks.kernel_trace import Covered, activities, collectives
 from benchmarks.lanes import Lane, Stream, Thread
 from benchmarks.modelled_group import World, first_shard, modelled_world, repeat_first_shards
 from benchmarks.names import AUTO, COMPUTE, FSDP2, NO_PASSES, NONE
-from benchmarks.record import RESULTS, conditions, markdown, quartiles, write
+from benchmarks.record import RESULTS, command_line, conditions, markdown, quartiles, write
 from inductor_passes.costs.measure import EFFORTS, copy_bandwidth
 from simplefsdp.llama.config import LlamaConfig
 from simplefsdp.llama.model import Llama
@@ -316,7 +316,7 @@ def record(bench: Bench, command: str, load: Sequence[float], profile: str, note
                 traced,
                 f"{entry.peak_bytes / _MIB:.0f}" if entry.peak_bytes else "",
                 f"{entry.first_loss:.6f}",
-                f"{entry.loss():.6f}",
+                "" if name == COMPUTE else f"{entry.loss():.6f}",  # its shards are not what it computes with
                 f"{entry.gradient_error:.1e}",
                 f"{entry.setup_s:.0f}",
             )
@@ -367,9 +367,11 @@ def run(shape: Shape, options: argparse.Namespace, device: torch.device, command
     """Set up and measure on a device; the text of the result and the order of collectives."""
     begin = time.perf_counter()
     before = os.getloadavg()[0]
-    lane: Lane = Thread()
+    lane: Lane
     notes = []
-    if device.type == "cuda":
+    if device.type != "cuda":
+        lane = Thread()
+    else:
         torch.set_float32_matmul_precision("high")
         stream = Stream(device, copy_bandwidth(device, EFFORTS["cuda"]))
         notes.append(f"the spinning kernel takes {stream.cycles_per_ns:.3f} cycles per ns")
@@ -431,7 +433,7 @@ def main(arguments: list[str]) -> int:
     shape = dataclasses.replace(
         REHEARSAL if options.rehearse else Shape(), **{name: value for name, value in given.items() if value}
     )
-    text, order = run(shape, options, device, " ".join(["python -m benchmarks.gpu_overlap", *arguments]))
+    text, order = run(shape, options, device, command_line("gpu_overlap", arguments))
     if options.rehearse and options.out is None:
         print(text)
         return 0

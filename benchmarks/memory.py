@@ -27,7 +27,7 @@ from benchmarks import allocations
 from benchmarks.contestants import Contestant, Setting, contestants
 from benchmarks.names import AUTO, FSDP2, NO_PASSES
 from benchmarks.netbed import RankFailure, open_bed
-from benchmarks.record import RESULTS, conditions, markdown, write
+from benchmarks.record import RESULTS, command_line, conditions, markdown, write
 from benchmarks.workload import Workload, add_arguments, from_options, optimizer_of
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def main(arguments: list[str]) -> int:
             found[name] = Footprint(*numbers)
             print(f"{name}: {found[name]}", file=sys.stderr)
     kind = "reshard" if workload.reshard else "keep"
-    command = " ".join(["python -m benchmarks.memory", *arguments])
+    command = command_line("memory", arguments)
     load = before, os.getloadavg()[0]
     out = options.out or RESULTS / f"memory_{options.ranks}_{kind}.md"
     write(out, record(workload, command, load, options.ranks, budget, found, failures))

@@ -9,6 +9,7 @@ import datetime
 import os
 import pathlib
 import platform
+import shlex
 import statistics
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,11 @@ def conditions(command: str, load: Sequence[float]) -> list[str]:
         f"- command: `{command}`",
         f"- {datetime.date.today().isoformat()}, {machine}, load average {load[0]:.1f} before and {load[1]:.1f} after",
     ]
+
+
+def command_line(script: str, arguments: Sequence[str]) -> str:
+    """How to run a script of this package again."""
+    return shlex.join(["python", "-m", f"benchmarks.{script}", *arguments])
 
 
 def processor() -> str:

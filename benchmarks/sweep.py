@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from benchmarks.netbed import open_bed
 from benchmarks.pictures import draw_fits
-from benchmarks.record import RESULTS, conditions, markdown, write
+from benchmarks.record import RESULTS, command_line, conditions, markdown, write
 from inductor_passes.costs.calibrate import calibrate, device_name
 from inductor_passes.costs.collective import traffic_bytes
 from inductor_passes.costs.fit import fit_affine
@@ -171,7 +171,7 @@ def main(arguments: list[str]) -> int:
     }
     draw_fits(fits, found["points"], network, picture)
     written.write_text(profile.to_json() + "\n", encoding="utf-8")
-    command = " ".join(["python -m benchmarks.sweep", *arguments])
+    command = command_line("sweep", arguments)
     write(out, record(network, command, options.ranks, found, profile, (picture.name, written.name)))
     return 0
 

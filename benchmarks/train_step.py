@@ -35,7 +35,7 @@ from benchmarks.names import COMMUNICATION, COMPUTE, OPTIMIZER
 from benchmarks.netbed import open_bed
 from benchmarks.pictures import draw_steps
 from benchmarks.prediction import Prediction, judge, predict
-from benchmarks.record import RESULTS, conditions, markdown, quartiles, write
+from benchmarks.record import RESULTS, command_line, conditions, markdown, quartiles, write
 from benchmarks.targets import targets
 from benchmarks.workload import Workload, add_arguments, from_options, optimizer_of
 
@@ -299,7 +299,7 @@ def main(arguments: list[str]) -> int:
     if options.worker:
         work(workload, options.profile, options.only, options.limit)
         return 0
-    command = " ".join(["python -m benchmarks.train_step", *arguments])
+    command = command_line("train_step", arguments)
     kind = "reshard" if workload.reshard else "keep"
     network = options.rate or "loopback"
     out = options.out or RESULTS / f"train_step_{options.ranks}_{network}_batch{workload.batch}_{kind}.md"

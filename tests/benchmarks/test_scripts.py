@@ -1,0 +1,68 @@
+"""Whole scripts, from the command to the file, with tiny models and nothing compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import gpu_overlap, memory, train_step
+from benchmarks.workload import Workload
+
+SMALL = ["--layers", "1", "--dim", "64", "--ffn-dim", "64", "--vocab-size", "64", "--sequence", "8"]
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """torch.compile does nothing, in processes too."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+
+
+def cells(text: str, name: str) -> list[str]:
+    line = next(line for line in text.splitlines() if line.startswith(f"| {name} |"))
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+def test_training_steps_are_measured_side_by_side(uncompiled, tmp_path):
+    out = tmp_path / "steps.md"
+    arguments = ["--profile", "cpu_gloo", "--rounds", "2", "--steps", "1", "--out", str(out), *SMALL]
+    assert train_step.main([*arguments, "--only", "DDP", "FSDP2 eager", "ours, eager"]) == 0
+    text = out.read_text()
+    losses = {cells(text, name)[4] for name in ("DDP", "FSDP2 eager", "ours, eager")}
+    assert len(losses) == 1
+    assert float(losses.pop()) > 0
+    assert float(cells(text, "optimizer alone")[1]) < float(cells(text, "ours, eager")[1])
+    assert "ours, auto was not measured" in text
+    assert (tmp_path / "steps.png").stat().st_size > 1000
+    assert "--only DDP 'FSDP2 eager' 'ours, eager'`" in text
+
+
+def test_memory_is_that_of_parameters_states_gradients_and_buckets(uncompiled, tmp_path):
+    out = tmp_path / "memory.md"
+    wide = ["--layers", "2", "--dim", "256", "--ffn-dim", "512", "--vocab-size", "64", "--sequence", "8"]
+    assert memory.main(["--ranks", "1", "--out", str(out), *wide, "--only", "DDP"]) == 0
+    text = out.read_text()
+    tensors, process = map(float, cells(text, "DDP")[1:])
+    # Parameters, two states of Adam, gradients, and DDP's copy of the gradients; activations are few.
+    parameters = Workload(dim=256, layers=2, ffn_dim=512, vocab_size=64).config().n_parameters
+    assert tensors == pytest.approx(5 * 4 * parameters / 2**20, rel=0.05)
+    assert process > tensors
+    assert "a block has 2.5 MiB" in text
+
+
+def test_a_rehearsal_of_the_gpu_script_gives_the_numbers_of_the_whole_model(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    out = tmp_path / "gpu.md"
+    arguments = ["--rehearse", "--profile", "cpu_gloo", "--ranks", "4", "--out", str(out)]
+    assert gpu_overlap.main([*arguments, "--only", "FSDP2 eager", "ours, eager"]) == 0
+    text = out.read_text()
+    rows = [cells(text, name) for name in ("compute alone", "FSDP2 eager", "ours, eager")]
+    assert len({row[8] for row in rows}) == 1
+    assert rows[1][9] == rows[2][9] != rows[1][8]
+    assert all(float(row[10]) < 1e-5 for row in rows)
+    assert all(float(row[5]) > 0 for row in rows[1:])
+    assert "failed" not in text
+
+
+def test_a_gradient_that_is_off_shows():
+    ones = [torch.ones(3), torch.ones(1)]
+    assert gpu_overlap._relative_error([torch.ones(3), 2 * torch.ones(1)], ones) == pytest.approx(0.5)
