@@ -39,10 +39,13 @@ def draw_steps(
     )
     for name, middle in zip(names, medians, strict=True):
         axes.text(times[name][2], name, f"  {middle:.2f}", va="center", fontsize=8)
-    axes.axvline(floor, color="#b23a48", linewidth=1, linestyle="--")
-    axes.text(floor, len(names) - 0.4, " max(compute, communication)", color="#b23a48", fontsize=8)
+    axes.axvline(
+        floor, color="#b23a48", linewidth=1, linestyle="--", label="max(compute alone, communication alone)"
+    )
+    axes.set_xlim(right=1.12 * max(high for _, _, high in times.values()))
+    figure.legend(loc="outside lower left", fontsize=8, frameon=False)
     axes.set_xlabel("seconds per step (median, quartiles)")
-    axes.set_title(title, fontsize=10, pad=16)
+    figure.suptitle(title, fontsize=9)
     _save(figure, path)
 
 
@@ -78,7 +81,7 @@ def draw_fits(
     axes.set_yscale("log")
     axes.set_xlabel("traffic per rank, bytes")
     axes.set_ylabel("ms (points measured, lines fitted)")
-    axes.set_title(title, fontsize=10)
+    figure.suptitle(title, fontsize=9)
     axes.legend(fontsize=8)
     _save(figure, path)
 

@@ -226,8 +226,9 @@ def record(
     found: dict[str, Any],
     predictions: Sequence[Prediction],
     picture: str,
+    profile: str,
 ) -> str:
-    """The text of a result file."""
+    """The text of a result file; `profile` says which one planned and predicted."""
     medians = medians_of(found)
     ratio = medians[COMMUNICATION] / medians[COMPUTE]
     rounds = len(found["times"][COMPUTE])
@@ -252,7 +253,7 @@ def record(
         "",
         "## Predicted and measured",
         "",
-        "The simulator on the profile calibrated in this run, compute scaled to what it takes alone.",
+        f"The simulator on the hardware profile {profile}, compute scaled to what it takes alone.",
         "",
         *markdown(("", "measured, s", "predicted, s", "error"), predicted),
         "",
@@ -317,7 +318,9 @@ def main(arguments: list[str]) -> int:
         predictions = predict(
             workload, entrants(workload, profile, options.only), profile, medians_of(found), options.ranks
         )
-        text = record(workload, bed.description, command, found, predictions, out.with_suffix(".png").name)
+        known = options.profile or "calibrated in this run"
+        picture = out.with_suffix(".png")
+        text = record(workload, bed.description, command, found, predictions, picture.name, known)
     medians = medians_of(found)
     bars = {}
     for name, times in found["times"].items():
@@ -325,7 +328,7 @@ def main(arguments: list[str]) -> int:
             low, high = quartiles(times)
             bars[name] = (low, medians[name], high)
     title = f"{bed.description}: communication / compute = {medians[COMMUNICATION] / medians[COMPUTE]:.2f}"
-    draw_steps(bars, max(medians[COMPUTE], medians[COMMUNICATION]), title, out.with_suffix(".png"))
+    draw_steps(bars, max(medians[COMPUTE], medians[COMMUNICATION]), title, picture)
     write(out, text)
     return 0
 

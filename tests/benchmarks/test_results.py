@@ -63,7 +63,13 @@ def test_a_result_says_what_was_measured_under_which_conditions():
     }
     predictions = [Prediction(AUTO, 1.98, 2.2)]
     text = train_step.record(
-        Workload(rounds=9), "a network", "python -m benchmarks.train_step", found, predictions, "a.png"
+        Workload(rounds=9),
+        "a network",
+        "python -m benchmarks.train_step",
+        found,
+        predictions,
+        "a.png",
+        "h100",
     )
     assert "3 rounds of 2 steps; communication / compute = 2.00" in text
     assert "| ours, auto | 2.200 | 2.000 to 2.600 | 1.10 | 1.500000 | 12 |" in text
@@ -72,6 +78,7 @@ def test_a_result_says_what_was_measured_under_which_conditions():
     assert "| 1.10 | 1.10 | met |" in text
     assert "| ours, auto | 2.200 | 1.980 | -10% |" in text
     assert "![Step times](a.png)" in text
+    assert "on the hardware profile h100, compute scaled" in text
 
 
 def test_predictions_are_judged_by_order_and_error():
