@@ -12,7 +12,7 @@ from simplefsdp.explainer.hardware import GIB, Hardware
 from simplefsdp.planner.predict import MemorySplit, Prediction
 
 TIGHT_SHARE = 0.9
-"""Above this share of the device's memory, the allocator's fragments and NCCL's buffers may not fit (not modelled)."""
+"""Above this share of the device's memory, what is not modelled may not fit: the CUDA context, NCCL's buffers."""
 
 
 def planners_text(predictions: Sequence[Prediction]) -> str:
@@ -58,7 +58,7 @@ def fit_text(memory: MemorySplit, hardware: Hardware) -> str:
     if share > 1:
         return f"it does not fit: {size}; more devices, a larger sharding factor, --ac full or a smaller --local-batch"
     if share > TIGHT_SHARE:
-        return f"it may not fit: {size}; fragments and NCCL's own buffers are not modelled"
+        return f"it may not fit: {size}; the CUDA context and NCCL's buffers are not modelled"
     return f"it fits: {size}"
 
 
