@@ -17,7 +17,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.contestants import Setting, contestants
 from benchmarks.names import AUTO, FSDP2_COMPILED, NO_PASSES
+from benchmarks.netbed import Bed, RankFailure, open_bed
 from benchmarks.record import RESULTS, command_line, conditions, markdown, write
 from benchmarks.workload import Workload, add_arguments, from_options, optimizer_of
 from inductor_passes.hooks import JointHook, PostGradHook, ReorderHook
@@ -123,23 +123,20 @@ def _sources(folder: pathlib.Path) -> set[str]:
     return {str(path) for path in folder.rglob("*.main.cpp")}
 
 
-def measure(name: str, layers: int, arguments: Sequence[str], limit_s: float) -> tuple[Cost, Cost] | str:
+def measure(
+    bed: Bed, name: str, layers: int, arguments: Sequence[str], limit_s: float
+) -> tuple[Cost, Cost] | str:
     """Cold and warm cost of one contestant, or why there is none."""
     worker = [sys.executable, "-m", "benchmarks.compile_cost", *arguments]
     worker += ["--worker", name, "--layers", str(layers)]
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"}
         for _ in ("cold", "warm"):
             try:
-                done = subprocess.run(
-                    worker, env=environment, capture_output=True, text=True, timeout=limit_s, check=False
-                )
-            except subprocess.TimeoutExpired:
-                return f"more than {limit_s:.0f} s"
-            if done.returncode:
-                return f"failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
-            found.append(Cost(**json.loads(done.stdout.strip().splitlines()[-1])))
+                printed = bed.run(["env", f"TORCHINDUCTOR_CACHE_DIR={folder}", *worker], limit_s)
+            except RankFailure as error:
+                return str(error).splitlines()[0]
+            found.append(Cost(**json.loads(printed.strip().splitlines()[-1])))
     return found[0], found[1]
 
 
@@ -228,13 +225,14 @@ def main(arguments: list[str]) -> int:
         return 0
     before = os.getloadavg()[0]
     found: dict[str, dict[int, tuple[Cost, Cost] | str]] = {}
-    for name in options.only or NAMES:
-        column = found.setdefault(name, {})
-        for count in sorted(layers):
-            column[count] = measure(name, count, arguments, options.limit)
-            print(f"{name}, {count} layers: {column[count]}", file=sys.stderr)
-            if isinstance(column[count], str):
-                break
+    with open_bed(1, None) as bed:
+        for name in options.only or NAMES:
+            column = found.setdefault(name, {})
+            for count in sorted(layers):
+                column[count] = measure(bed, name, count, arguments, options.limit)
+                print(f"{name}, {count} layers: {column[count]}", file=sys.stderr)
+                if isinstance(column[count], str):
+                    break
     command = command_line("compile_cost", arguments)
     load = before, os.getloadavg()[0]
     write(options.out or RESULTS / "compile_cost.md", record(workload, command, load, options.ranks, found))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.lanes import Instant, Thread
+from benchmarks.lanes import Instant, Stream, Thread
 from benchmarks.modelled_group import (
     Collective,
     first_shard,
@@ -205,3 +205,26 @@ def test_parameters_become_their_first_shard_repeated():
     tensor = torch.arange(10.0)
     repeat_first_shards([tensor], 4)
     assert tensor.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.gpu
+def test_a_stream_is_held_as_long_as_asked_and_only_who_waits_is_held():
+    device = torch.device("cuda")
+    lane = Stream(device, 10**12)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+    with modelled_world(RANKS, "h100_sxm", lane, "cuda") as world:
+        whole, shard = torch.empty(8, device=device), torch.arange(2.0, device=device)
+        marks[0].record()
+        work = lane.start(lambda: whole.copy_(shard.repeat(RANKS)), 20 * MS, 0, (whole, shard))
+        torch.ones(8, device=device).sum()
+        marks[1].record()
+        work.wait()
+        marks[2].record()
+        torch.cuda.synchronize()
+        assert whole.tolist() == [0, 1] * RANKS
+        dist.all_reduce(whole)
+        assert whole.tolist() == [0, RANKS] * RANKS
+        assert world.log[-1].time_ns > 0
+    free, held = (marks[0].elapsed_time(mark) for mark in marks[1:])
+    assert free < 10
+    assert 16 < held < 30
