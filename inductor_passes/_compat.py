@@ -26,6 +26,7 @@ __all__ = [
     "CustomGraphPass",
     "PassChain",
     "SchedulerSettings",
+    "accessed_bytes",
     "aot_autograd_backend",
     "buffer_lifetimes",
     "evaluate",
@@ -42,6 +43,7 @@ __all__ = [
     "hook_value",
     "inductor_config",
     "is_collective_kernel",
+    "is_first_rank",
     "is_opaque_kernel",
     "is_reduction_kernel",
     "is_tangent",
@@ -203,6 +205,13 @@ def evaluate(size: int | torch.SymInt, symbol_value: int) -> int:
     return int(expression.subs(dict.fromkeys(expression.free_symbols, symbol_value)))
 
 
+def is_first_rank() -> bool:
+    """Whether this is rank 0, or the only process."""
+    return not (torch.distributed.is_available() and torch.distributed.is_initialized()) or (
+        torch.distributed.get_rank() == 0
+    )
+
+
 def group_ranks(group: Any) -> tuple[int, ...]:
     """Global ranks of a process group as it stands in a graph, in group order."""
     if isinstance(group, str):
@@ -332,6 +341,11 @@ def origins(snode: Any) -> list[fx.Node]:
 def written_buffers(snode: Any) -> list[str]:
     """Names of the buffers a scheduler node writes."""
     return [buffer.get_name() for buffer in snode.get_outputs()]
+
+
+def accessed_bytes(snode: Any) -> int:
+    """Bytes that the kernel of a scheduler node reads and writes, each buffer once."""
+    return int(snode.get_read_write_buffers_sizes())
 
 
 def reads_graph_inputs(snode: Any) -> bool:

@@ -48,6 +48,10 @@ class PassConfig:
         move_compute: Move independent compute under collectives that stay exposed.
         profile: Hardware profile to plan with: the name of a shipped profile, or the path of a profile file
             ending in ``.json``. ``None`` detects the device.
+        kernel_costs: File, ending in ``.json``, that carries the costs of kernels after fusion from one run to the
+            next. The first run plans with a guess at what will fuse, and its first rank writes the file when it
+            compiles (not when a compile cache serves it); later runs plan with what the file holds. ``None`` keeps
+            to the guess.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -62,6 +66,7 @@ class PassConfig:
     reorder: bool = True
     move_compute: bool = True
     profile: str | None = None
+    kernel_costs: str | None = None
 
     def __post_init__(self) -> None:
         if self.planner not in PLANNERS:
@@ -79,6 +84,11 @@ class PassConfig:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         object.__setattr__(self, "profile", _path_text("profile", self.profile))
+        object.__setattr__(self, "kernel_costs", _path_text("kernel_costs", self.kernel_costs))
+        if self.kernel_costs is not None and not self.kernel_costs.endswith(".json"):
+            raise ValueError(
+                f"kernel_costs must be a path that ends in .json, or None, got {self.kernel_costs!r}"
+            )
 
     @property
     def memory_budget_bytes(self) -> int | None:

@@ -12,9 +12,10 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from inductor_passes import _compat
+from inductor_passes import _compat, work
 from inductor_passes._compat import CustomGraphPass, is_tangent, trace_structured
 from inductor_passes.bucket import apply_plan, is_planned, mark_planned, merge_waits, put_in_order
+from inductor_passes.costs.kernel_file import add_kernels
 from inductor_passes.costs.model import ProfileCostModel
 from inductor_passes.labels import name_collectives
 from inductor_passes.motion import MotionReport, read_motion
@@ -24,6 +25,7 @@ from inductor_passes.planners.check import check_plan
 from inductor_passes.planners.motion import plan_motion
 from inductor_passes.planners.tasks import check_motion
 from inductor_passes.program import Program, read_program
+from inductor_passes.readback import kernel_times
 from inductor_passes.reorder import reorder_pass
 from inductor_passes.report import PassRecord, PlanReport, schedule_lines
 from inductor_passes.reshard import reshard_pass
@@ -263,6 +265,8 @@ class ReorderHook(Hook):
             # The stock pass, which installation switched off for graphs of ours, still runs for all others.
             stock = setup is None and self.previous is not None and self.previous.stock_overlap
             return _compat.stock_overlap(snodes) if stock else snodes
+        if setup.config.kernel_costs is not None:
+            self._write_kernel_costs(setup, graph, snodes)
         order, failure = snodes, ""
         items: tuple[Any, ...] = ()
         try:
@@ -278,6 +282,19 @@ class ReorderHook(Hook):
             failure = _describe(error, "reorder")
         self.note(PassRecord("reorder", _kind(graph), items, (), (), failure))
         return order
+
+    def _write_kernel_costs(self, setup: Setup, graph: fx.Graph, snodes: list[Any]) -> None:
+        """Keep what the scheduler knows of kernels for the next run, unless this run plans with such a file.
+
+        One rank writes: what the next run plans with must be one thing for all.
+        """
+        path = setup.config.kernel_costs
+        if path is None or not _compat.is_first_rank() or any(map(work.is_light_key, setup.profile.kernels)):
+            return
+        try:
+            add_kernels(path, kernel_times(graph, snodes, ProfileCostModel(setup.profile)))
+        except (OSError, ValueError) as error:
+            self.note(PassRecord("kernel costs", _kind(graph), (), (), (), _describe(error, "kernel costs")))
 
 
 def _kind(graph: fx.Graph) -> str:

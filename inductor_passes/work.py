@@ -8,6 +8,7 @@ different lengths, and their plans must be equal.
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 # What all symbolic sizes of a graph multiply to: about the tokens one rank handles in one step of the published
 # Llama 3.1 runs (sequence 8192, local batch 1 or 2; torchtitan, December 2024).
 NOMINAL_SYMBOLIC_ELEMENTS = 8192
+_FUSED = "fused_"
 
 
 def nominal_size(graph: fx.Graph) -> int:
@@ -47,11 +49,31 @@ def kernels(nodes: Sequence[fx.Node], nominal: int) -> list[Work]:
         nominal: what each symbolic size counts as.
     """
     heavy = [node for node in nodes if fxg.is_heavy(node)]
-    light = [node for node in nodes if not fxg.is_heavy(node) and fxg.is_tensor(node)]
+    light = list(filter(is_light, nodes))
     work = [_heavy_kernel(node, nominal) for node in heavy]
     if not all(map(fxg.is_view, light)):
         work.append(_fused_kernel(light, nominal))
     return work
+
+
+def is_light(node: fx.Node) -> bool:
+    """Whether a compute node is one of those that fuse."""
+    return not fxg.is_heavy(node) and fxg.is_tensor(node)
+
+
+def light_key(node: fx.Node, nominal: int) -> str:
+    """Name for the work of a light node: equal for equal operators on equal shapes, in every process."""
+    shapes = [
+        (str(value.dtype), *(_compat.evaluate(size, nominal) for size in value.shape))
+        for source in (*node.all_input_nodes, node)
+        for value in fxg.tensors_of(source)
+    ]
+    return _FUSED + hashlib.sha256(f"{node.target} {shapes}".encode()).hexdigest()[:16]
+
+
+def is_light_key(key: str) -> bool:
+    """Whether `light_key` may have made a key."""
+    return key.startswith(_FUSED)
 
 
 def _heavy_kernel(node: fx.Node, nominal: int) -> Work:
@@ -88,7 +110,10 @@ def _fused_kernel(nodes: Sequence[fx.Node], nominal: int) -> Work:
         for node in nodes
         if base[node] in inside and any(user not in inside for user in node.users)
     )
-    return Work(moved_bytes=moved_bytes((*read, *written), nominal), dtype=_dtype(nodes[-1]))
+    moved = moved_bytes((*read, *written), nominal)
+    return Work(
+        moved_bytes=moved, dtype=_dtype(nodes[-1]), kernels=tuple(light_key(node, nominal) for node in nodes)
+    )
 
 
 def moved_bytes(nodes: Iterable[fx.Node], nominal: int) -> int:

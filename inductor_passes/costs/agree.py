@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from inductor_passes.costs.kernel_file import load_kernels, with_kernels
 from inductor_passes.costs.profiles import HardwareProfile, find_profile_name, load_profile, parse_profile
 
 CPU_PROFILE = "cpu_gloo"
@@ -21,7 +22,9 @@ UNKNOWN_GPU_PROFILE = "h100_sxm"
 
 
 def agree_on_profile(
-    profile: str | os.PathLike[str] | None = None, groups: Sequence[dist.ProcessGroup] | None = None
+    profile: str | os.PathLike[str] | None = None,
+    groups: Sequence[dist.ProcessGroup] | None = None,
+    kernel_costs: str | os.PathLike[str] | None = None,
 ) -> HardwareProfile:
     """The hardware profile to plan with, equal on every rank.
 
@@ -33,14 +36,15 @@ def agree_on_profile(
             counts.
         groups: This rank's process group for each dim of the mesh that has to agree; each passes on what its
             first rank has, in turn. ``None`` is the default process group.
+        kernel_costs: File whose kernel times become part of the profile, where it exists.
 
     Raises:
-        ValueError: The first rank could not read the profile; raised with the same text on every rank.
+        ValueError: The first rank could not read a file; raised with the same text on every rank.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
-        return _load_or_detect(profile)
+        return _load_or_detect(profile, kernel_costs)
     try:
-        message = ("profile", _load_or_detect(profile).to_json())
+        message = ("profile", _load_or_detect(profile, kernel_costs).to_json())
     except ValueError as error:
         message = ("error", str(error))
     for group in (dist.group.WORLD,) if groups is None else groups:
@@ -54,7 +58,14 @@ def agree_on_profile(
     return parse_profile(text, where="broadcast by the first rank")
 
 
-def _load_or_detect(profile: str | os.PathLike[str] | None) -> HardwareProfile:
+def _load_or_detect(
+    profile: str | os.PathLike[str] | None, kernel_costs: str | os.PathLike[str] | None
+) -> HardwareProfile:
+    found = _load_or_detect_profile(profile)
+    return found if kernel_costs is None else with_kernels(found, load_kernels(kernel_costs))
+
+
+def _load_or_detect_profile(profile: str | os.PathLike[str] | None) -> HardwareProfile:
     if profile is not None:
         return load_profile(profile)
     if not torch.cuda.is_available():
@@ -66,7 +77,7 @@ def _load_or_detect(profile: str | os.PathLike[str] | None) -> HardwareProfile:
             f"no hardware profile for {device!r}; planning with {UNKNOWN_GPU_PROFILE!r}. Measure this "
             "machine with `torchrun -m inductor_passes.costs.calibrate --out profile.json` and pass "
             "PassConfig(profile='profile.json')",
-            stacklevel=3,
+            stacklevel=4,
         )
         name = UNKNOWN_GPU_PROFILE
     return load_profile(name)

@@ -1,4 +1,4 @@
-"""Time of compute: a roofline per fused region, or a measured kernel time where the profile has one.
+"""Time of compute: a roofline per fused region, or kernel times where the profile has them.
 
 Owns ``Work`` and the compute model. Must not know graphs, plans or torch: whoever reads a graph turns a
 region into ``Work`` first.
@@ -20,13 +20,13 @@ class Work:
         flops: Floating-point operations; a multiply-add counts two.
         moved_bytes: Bytes read plus bytes written in device memory.
         dtype: Dtype of the matmul inputs, as torch names it (``"bfloat16"``, ``"torch.float8_e4m3fn"``).
-        kernel: Key of a measured time in the profile; ``None`` when there is none.
+        kernels: Keys of times in the profile, which take the place of the model where it has them all.
     """
 
     flops: int = 0
     moved_bytes: int = 0
     dtype: str = "float32"
-    kernel: str | None = None
+    kernels: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +38,12 @@ class ComputeModel:
     def time_ns(self, work: Work) -> int:
         """The larger of compute and memory time, plus the fixed cost of a kernel; whole ns.
 
-        Peak rates are scaled by the profile's efficiencies. No work takes no time. A measured kernel time in
-        the profile replaces the model.
+        Peak rates are scaled by the profile's efficiencies. No work takes no time. Kernel times in the profile
+        replace the model.
         """
-        if work.kernel is not None and work.kernel in self.profile.kernels:
-            return self.profile.kernels[work.kernel]
+        known = self.profile.kernels
+        if known and work.kernels and all(key in known for key in work.kernels):
+            return sum(known[key] for key in work.kernels)
         if work.flops <= 0 and work.moved_bytes <= 0:
             return 0
         dtype = rate_dtype(work.dtype, self.profile.dtypes())

@@ -40,8 +40,8 @@ def hedge(
         cutoff_ns: What a plan must take less than to be returned, as modelled, unless it is close to the bound.
 
     Returns:
-        ``found`` or another one, placed in the world as modelled; the other world, and a step to keep there. ``None`` when
-        no plan is good enough.
+        ``found`` or another one, placed in the world as modelled; the other world, and a step to keep there. ``None``
+        when no plan is good enough.
     """
     limit_ns = bound_ns * (1000 + GOOD_ENOUGH_PER_MILLE) // 1000
     if found is not None:

@@ -24,6 +24,7 @@ CHANGED = {
     "reorder": False,
     "move_compute": False,
     "profile": "h100_sxm",
+    "kernel_costs": "kernels.json",
 }
 
 
@@ -98,6 +99,7 @@ def test_values_are_normalised():
         ({"reorder": "yes"}, TypeError, r"reorder must be True or False"),
         ({"move_compute": 0}, TypeError, r"move_compute must be True or False"),
         ({"profile": ""}, TypeError, r"profile must be non-empty text"),
+        ({"kernel_costs": "kernels.txt"}, ValueError, r"kernel_costs must be a path that ends in \.json"),
     ],
 )
 def test_refusals_name_the_option(options, error, text):

@@ -127,8 +127,9 @@ class TestCompute:
 
     def test_measured_kernel_replaces_the_model(self):
         model = ComputeModel(parse_profile(edited(kernels={"mm_1": 77})))
-        assert model.time_ns(Work(flops=10**12, kernel="mm_1")) == 77
-        assert model.time_ns(Work(flops=10**12, kernel="mm_2")) > 77
+        assert model.time_ns(Work(flops=10**12, kernels=("mm_1",))) == 77
+        assert model.time_ns(Work(flops=10**12, kernels=("mm_1", "mm_1"))) == 2 * 77
+        assert model.time_ns(Work(flops=10**12, kernels=("mm_1", "mm_2"))) > 2 * 77
 
     def test_dtype_rates(self):
         known = load_profile("h100_sxm").dtypes()
