@@ -123,6 +123,7 @@ class _Reader:
             "backward": self._with_repetition(forward, backward),
         }
         self._kept = self._kept_for_backward()
+        self._priced: dict[_Kernel, tuple[Region, int]] = {}  # what backward repeats is priced once
 
     def _find_made(self, kernels: Sequence[_Kernel]) -> None:
         read = {memory for kernel in kernels for memory in self._inputs(kernel)} | self._outputs
@@ -203,17 +204,20 @@ class _Reader:
         windows |= {start: Window(slot, end, end, ()) for start, (slot, _) in ready.items()}
         traced = {start: used[start][0] if start in used else ready[start][0] for start in windows}
         starts = sorted(windows, key=traced.__getitem__)
+        for step in steps:
+            if step.kernel not in self._priced:
+                nodes = step.kernel.nodes
+                time_ns = sum(map(cost.compute_ns, work.kernels(nodes, self._nominal)))
+                self._priced[step.kernel] = (region_of_kernel(nodes, self._nominal), time_ns)
         problem = make_problem(
-            region_ns=[
-                sum(map(cost.compute_ns, work.kernels(step.kernel.nodes, self._nominal))) for step in steps
-            ],
+            region_ns=[self._priced[step.kernel][1] for step in steps],
             starts=starts,
             windows=[windows[start] for start in starts],
             cost=cost,
             ranks_per_node=ranks_per_node,
             blocks=blocks,
         )
-        regions = tuple(region_of_kernel(step.kernel.nodes, self._nominal) for step in steps)
+        regions = tuple(self._priced[step.kernel][0] for step in steps)
         tensors = self._tensors(kind, {memory for _, memory in ready.values()}, regions)
         number_of = {memory: number for number, (memory, value) in enumerate(tensors) if value.born != BEFORE}
         traffic = tuple(

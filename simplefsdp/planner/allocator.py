@@ -5,8 +5,8 @@ Owns the model of the allocator. Must not know graphs or plans.
 Memory statistics of GPU runs, published ones too, count what is *reserved*: address space once mapped stays mapped, and
 a tensor needs a hole in one piece. With expandable segments (`PYTORCH_ALLOC_CONF=expandable_segments:True`) a stream
 has one segment for tensors of more than 1 MiB and one for smaller ones. Each grows at its end; a request takes the
-smallest hole that holds it, and leaves the rest as a hole. The first step only fills the caches: what is reported is
-the end of the second.
+smallest hole that holds it, and leaves the rest as a hole. All tensors of a step are gone at its end, so every step is
+like the first.
 
 Constants are from torch's `c10/core/CachingDeviceAllocator` and `c10/cuda/CUDACachingAllocator.cpp` (2.6 to 2.13).
 """
@@ -26,7 +26,6 @@ SMALL_BYTES = 2**20
 """Requests up to this are small (kSmallSize)."""
 SMALL_PAGE_BYTES, LARGE_PAGE_BYTES = 2 * 2**20, 20 * 2**20
 """What a segment of small and one of large tensors grows by (kSmallBuffer, kLargeBuffer)."""
-STEPS = 2
 
 
 class Segment:
@@ -87,7 +86,7 @@ class _Change:
 
 
 def reserved_bytes(timelines: Sequence[Timeline], resident: Iterable[int], *, own_streams: bool) -> int:
-    """Reserved bytes in steady state.
+    """Reserved bytes of a training step.
 
     Args:
         timelines: forward and backward.
@@ -104,14 +103,14 @@ def reserved_bytes(timelines: Sequence[Timeline], resident: Iterable[int], *, ow
 
     for size in map(_rounded, resident):
         segment(size, Stream.COMPUTE).allocate(size)
-    for _ in range(STEPS):
-        address: dict[int, int] = {}
-        for change in changes:
-            size, stream = sizes[change.tensor], streams[change.tensor]
-            if change.comes:
-                address[change.tensor] = segment(size, stream).allocate(size)
-            else:
-                segment(size, stream).free(address.pop(change.tensor), size)
+    homes = [segment(size, stream) for size, stream in zip(sizes, streams, strict=True)]
+    address = [0] * len(sizes)
+    for change in changes:
+        tensor = change.tensor
+        if change.comes:
+            address[tensor] = homes[tensor].allocate(sizes[tensor])
+        else:
+            homes[tensor].free(address[tensor], sizes[tensor])
     return sum(item.reserved_bytes for item in segments.values())
 
 
