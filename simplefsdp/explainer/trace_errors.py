@@ -13,10 +13,15 @@ from pathlib import Path
 
 import torch
 
+import inductor_passes
 from simplefsdp.llama.options import UsageError
 
 _USER_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-_INNER = (Path(torch.__file__).parent, Path(__file__).parents[1])
+_INNER = (
+    Path(torch.__file__).parent,
+    Path(__file__).parents[1],
+    Path(inductor_passes.__file__).parent,
+)
 
 
 class TraceError(RuntimeError):

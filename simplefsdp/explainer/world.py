@@ -18,16 +18,22 @@ from simplefsdp import _compat
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-def fake_copy(module: ModuleT, mode: Any) -> ModuleT:
-    """A copy of an unwrapped module whose parameters and buffers have no memory; ties stay ties."""
+def fake_copy(module: ModuleT, mode: Any, device: torch.device | None = None) -> ModuleT:
+    """A copy of an unwrapped module whose parameters and buffers have no memory; ties stay ties.
+
+    Args:
+        module: what to copy.
+        mode: of the fake tensors.
+        device: where they pretend to be; None is where they are, or the CPU for those on the meta device.
+    """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         fake = nn.Parameter(
-            _compat.fake_like(parameter.detach(), mode), requires_grad=parameter.requires_grad
+            _fake_like(parameter.detach(), mode, device), requires_grad=parameter.requires_grad
         )
         memo[id(parameter)] = fake
     for buffer in module.buffers():
-        memo[id(buffer)] = _compat.fake_like(buffer, mode)
+        memo[id(buffer)] = _fake_like(buffer, mode, device)
     return copy.deepcopy(module, memo)
 
 
@@ -56,10 +62,17 @@ def fake_parameters(module: nn.Module, mode: Any) -> Iterator[None]:
             registry[name] = value
 
 
-def fake_inputs(inputs: Any, mode: Any) -> Any:
-    """The same arguments with tensors that have no memory."""
+def fake_inputs(inputs: Any, mode: Any, device: torch.device | None = None) -> Any:
+    """The same arguments with tensors that have no memory; `device` as for `fake_copy`."""
     return _compat.tree_map_only(
         torch.Tensor,
-        lambda tensor: _compat.fake_like(tensor, mode).requires_grad_(tensor.requires_grad),
+        lambda tensor: _fake_like(tensor, mode, device).requires_grad_(tensor.requires_grad),
         inputs,
     )
+
+
+def _fake_like(tensor: torch.Tensor, mode: Any, device: torch.device | None) -> torch.Tensor:
+    if device is None:
+        return _compat.fake_like(tensor, mode)
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

@@ -34,7 +34,6 @@ from torch.utils.checkpoint import (
     SelectiveCheckpointContext,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 from simplefsdp.llama.model import Block, Llama, RotaryEmbedding
@@ -76,12 +75,17 @@ def apply_activation_checkpointing(model: Llama, mode: CheckpointMode) -> None:
 
 class _FullyCheckpointedBlock(Block):
     def forward(self, x: Tensor, rope: RotaryEmbedding) -> Tensor:
-        contexts: _ContextFn = noop_context_fn
         if x.device.type == "cpu" and torch.compiler.is_compiling():
-            contexts = _attention_keeping_contexts
-        out = checkpoint(
-            super().forward, x, rope, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
-        )
+            out = checkpoint(
+                super().forward,
+                x,
+                rope,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=_attention_keeping_contexts,
+            )
+        else:  # torch 2.13: Dynamo refuses `context_fn=noop_context_fn`, though it is the default
+            out = checkpoint(super().forward, x, rope, use_reentrant=False, preserve_rng_state=False)
         return cast(Tensor, out)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simplefsdp.llama.options import UsageError, answer
@@ -42,6 +43,8 @@ def _run(options: PlanOptions) -> int:
         print(validation_text())
         return 0
     options.check()
+    if options.emit_triton is not None:
+        return _emit(options, options.emit_triton)
 
     from simplefsdp.explainer.trace_errors import TraceError
 
@@ -159,6 +162,47 @@ def _search(options: PlanOptions, hardware: Hardware, profile: HardwareProfile) 
         raise UsageError(f"--search cannot compute variants of this model: {error}") from error
     print(f"{options.model} on {options.gpus} {hardware.name}; modelled, hardware profile {profile.name}")
     print(findings_text(findings, options, hardware))
+
+
+def _emit(options: PlanOptions, directory: Path) -> int:
+    """Write the code of forward and backward; this process needs no torch for it."""
+    from simplefsdp.planner.emit.command import FEW_LAYERS, EmitError, emit, save, summary
+    from simplefsdp.planner.emit.gpus import find_gpu
+    from simplefsdp.planner.emit.worker import EmitRequest
+
+    hardware = options.on_hardware()
+    gpu = find_gpu(hardware.profile)
+    assert gpu is not None  # checked with the options
+    request = EmitRequest(
+        gpu=gpu,
+        profile=hardware.profile,
+        model=options.model,
+        seq=options.seq,
+        layers=None if options.is_own_model else options.layers or FEW_LAYERS,
+        batch=options.local_batch or 1,
+        ac=options.ac or "selective",
+        devices=options.gpus,
+        factor=options.sharding_factor or options.gpus,
+        precision=options.precision,
+        memory_budget_gb=options.memory_budget_gb,
+        reshard=options.reshard_after_forward,
+        planner=options.planners[-1],
+        lower=options.emit_ptx,
+    )
+    layers = "" if request.layers is None else f" with {request.layers} blocks"
+    title = f"{options.model}{layers} on {options.gpus} {hardware.name}, sharded over {request.factor}"
+    try:
+        emitted = emit(request)
+        files = save(emitted, title, directory)
+    except EmitError as error:
+        print(f"{PROG}: error: {error}", file=sys.stderr)
+        return EXIT_FAILURE
+    except OSError as error:
+        raise UsageError(f"--emit-triton {directory}: {error.strerror or error}") from error
+    print(f"{title}; written by {emitted.writer}; attention: {emitted.attention}")
+    print(summary(emitted))
+    print("\n".join(map(str, files)))
+    return 0
 
 
 def _scale(options: PlanOptions, hardware: Hardware, profile: HardwareProfile, step: Step) -> None:

@@ -12,6 +12,7 @@ from typing import Literal
 from simplefsdp.explainer.hardware import GIB, Hardware, find_hardware
 from simplefsdp.explainer.options import CheckpointMode, StepOptions, check_directory, check_picture
 from simplefsdp.llama.options import UsageError
+from simplefsdp.planner.emit.gpus import GPUS, find_gpu
 
 PlannerName = Literal["auto", "greedy", "block", "none"]
 
@@ -98,4 +99,6 @@ class PlanOptions(StepOptions):
         if self.emit_triton is not None:
             if self.search or self.scale:
                 raise UsageError("--emit-triton writes the code of one step: leave out --search and --scale")
+            if find_gpu(self.on_hardware().profile) is None:
+                raise UsageError(f"--emit-triton: --hardware {self.hardware} is none of {', '.join(GPUS)}")
             check_directory("--emit-triton", self.emit_triton)

@@ -1,0 +1,1 @@
+"""The code that TorchInductor writes for a GPU that is not there."""

@@ -1,0 +1,120 @@
+"""`simplefsdp plan --emit-triton`: the code of a GPU that is not there, and what is said where it cannot be written."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from simplefsdp.cli import main
+from simplefsdp.planner.emit import guard
+from simplefsdp.planner.emit.gpus import GPUS, find_gpu
+from simplefsdp.planner.emit.ptx import kernels_of
+
+STEP = [
+    "--model",
+    "debug",
+    "--gpus",
+    "16",
+    "--seq",
+    "64",
+    "--local-batch",
+    "2",
+    "--layers",
+    "1",
+    "--ac",
+    "full",
+]
+
+
+@pytest.mark.timeout(400)  # a process of its own, and on the first run a C++ file, on a busy machine
+@pytest.mark.skipif(guard.count_gpus() > 0, reason="there is a GPU: nothing to pretend")
+def test_the_code_of_forward_and_backward(tmp_path, capsys):
+    assert main(["plan", *STEP, "--hardware", "a100", "--emit-triton", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "for NVIDIA A100-SXM4-80GB (sm_80), which is not there" in said
+    forward, backward = ((tmp_path / "out" / f"{kind}.py").read_text() for kind in ("forward", "backward"))
+    for code in (forward, backward):
+        assert code.splitlines()[1].startswith("# Written by TorchInductor: torch ")
+        assert "'cc': 80" in code or "cc=80" in code
+        assert len(kernels_of(code)) > 2
+        compile(code, "emitted", "exec")
+    assert "_c10d_functional.all_gather_into_tensor" in forward
+    assert "_c10d_functional.reduce_scatter_tensor" in backward
+    assert "_scaled_dot_product_flash_attention.default(" in forward
+    assert "_scaled_dot_product_flash_attention_backward.default(" in backward
+    assert "for_cpu" not in forward
+
+
+def test_hardware_without_a_gpu_is_refused(tmp_path, capsys):
+    assert main(["plan", *STEP, "--hardware", "cpu", "--emit-triton", str(tmp_path)]) == 2
+    assert "--hardware cpu is none of a100_sxm, h100_sxm, h200_sxm, b200_sxm" in capsys.readouterr().err
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["plan", *STEP, "--emit-triton", str(tmp_path / "file" / "out")]) == 2
+    assert capsys.readouterr().err.endswith("file/out: Not a directory\n")
+
+
+def test_a_real_gpu_and_an_imported_torch_refuse_the_guard(monkeypatch):
+    monkeypatch.setattr(guard, "count_gpus", lambda: 1)
+    with pytest.raises(guard.GuardError, match="there is a GPU"):
+        guard.install_guard()
+    monkeypatch.setattr(guard, "count_gpus", lambda: 0)
+    with pytest.raises(guard.GuardError, match="torch is imported already"):
+        guard.install_guard()
+
+
+def test_gpus_are_counted_by_the_driver(monkeypatch):
+    class Driver:
+        status = 0
+
+        def cuInit(self, flags):
+            return self.status
+
+        def cuDeviceGetCount(self, count):
+            count._obj.value = 3
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    assert guard.count_gpus() == 3
+    Driver.status = 100  # CUDA_ERROR_NO_DEVICE
+    assert guard.count_gpus() == 0
+
+
+def test_without_a_compiler_the_guard_says_so(monkeypatch, tmp_path):
+    (tmp_path / "version.py").write_text("none such")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(guard.shutil, "which", lambda name: None)
+    with pytest.raises(guard.GuardError, match="g\\+\\+ is not installed"):
+        guard.build_guard(tmp_path)
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
+    (tmp_path / "version.py").write_text("none such")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    failed = subprocess.CompletedProcess(
+        [], 1, stdout="", stderr="in file\nno_gpu.cpp:9: fatal error: gone\n"
+    )
+    monkeypatch.setattr(guard.subprocess, "run", lambda *args, **kwargs: failed)
+    with pytest.raises(guard.GuardError, match=r"no_gpu.cpp:9: fatal error: gone"):
+        guard.build_guard(tmp_path)
+    assert not list(Path(tmp_path, "simplefsdp").glob("*.so"))
+
+
+def test_kernels_are_taken_out_of_a_source():
+    source = (
+        "triton_a = async_compile.triton('triton_a', '''\nx = \\'\\'\\'text\\'\\'\\'\n''', device_str='cuda')\n"
+        "other = 1\n"
+        "triton_b = async_compile.triton('triton_b', '''\ny = 2\n''', device_str='cuda')\n"
+    )
+    assert kernels_of(source) == {"triton_a": "x = '''text'''\n", "triton_b": "y = 2\n"}
+
+
+def test_a_gpu_is_found_by_the_profile_of_its_hardware():
+    assert find_gpu("h100_sxm") == find_gpu("/somewhere/h100_96gb.json") == "h100_sxm"
+    assert find_gpu("cpu_gloo") is None
+    assert [gpu.capability for gpu in GPUS.values()] == [80, 90, 90, 100]
