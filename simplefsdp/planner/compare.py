@@ -49,11 +49,12 @@ def predict_peers(
     if [facts.kind for facts in graphs] != ["forward", "backward"]:
         return []
     try:
-        rows = [(tuple(map(plan_stock_manual, graphs)), False)]
+        rows: list[tuple[Sequence[GraphFacts], bool]] = [(tuple(map(plan_stock_manual, graphs)), False)]
         if eager:
+            one, other = eager
             forward, backward = map(compile_blocks, eager, graphs)
             rows = [
-                (plan_fsdp2(*eager, FSDP2_EAGER), True),
+                (plan_fsdp2(one, other, FSDP2_EAGER), True),
                 (plan_fsdp2(forward, backward, FSDP2_COMPILED), True),
                 *rows,
             ]
