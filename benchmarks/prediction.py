@@ -4,7 +4,8 @@ Owns the prediction and its judgement. Must not know how steps are measured.
 
 A prediction is the modelled schedule of forward and backward, with its compute regions scaled so that together they
 last as long as compute was measured to last alone on this machine, plus the measured optimizer. So the compute model's
-error is left out, and what is tested is the model of communication, of copies, and of what hides what.
+error is left out, and what is tested is the model of communication, of copies, and of what hides what. Where the
+planner leaves collectives as traced, the schedule is the one that the pass over the final order makes of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import simplefsdp
 from benchmarks.names import COMPUTE, OPTIMIZER
+from inductor_passes.inorder import plan_in_order
 from simplefsdp.explainer.schedule import make_timeline
 
 if TYPE_CHECKING:
@@ -78,7 +80,9 @@ def step_s(graphs: Sequence[GraphFacts], compute_s: float) -> float:
     for facts in graphs:
         regions = tuple(round(time_ns * scale) for time_ns in facts.problem.region_ns)
         problem = dataclasses.replace(facts.problem, region_ns=regions)
-        total_ns += make_timeline(dataclasses.replace(facts, problem=problem)).step_ns
+        in_order = plan_in_order(problem) if facts.plan.planner == "none" else None
+        plan = facts.plan if in_order is None else in_order
+        total_ns += make_timeline(dataclasses.replace(facts, problem=problem), plan).step_ns
     return total_ns / _NS_PER_S
 
 

@@ -8,6 +8,9 @@ import torch
 from benchmarks import gpu_overlap, memory, train_step
 from benchmarks.workload import Workload
 
+# Processes that import torch: seconds on an idle machine, minutes on a busy one.
+pytestmark = pytest.mark.timeout(600)
+
 SMALL = ["--layers", "1", "--dim", "64", "--ffn-dim", "64", "--vocab-size", "64", "--sequence", "8"]
 
 
