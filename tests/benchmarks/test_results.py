@@ -107,6 +107,18 @@ def test_predicted_time_grows_with_compute_and_never_falls_below_communication()
     assert step_s(report.graphs, alone) < 2 * alone + 1e-9
 
 
+def test_a_planner_that_leaves_the_order_is_predicted_with_the_final_order():
+    report = simplefsdp.explain(
+        Workload().model(),
+        *Workload().tokens(0),
+        ranks=2,
+        wrap={"passes": PassConfig("none", profile="cpu_gloo")},
+    )
+    traced_ns = sum(facts.plan.step_ns for facts in report.graphs)
+    compute_ns = sum(sum(facts.problem.region_ns) for facts in report.graphs)
+    assert step_s(report.graphs, compute_ns / 1e9) < 0.9 * traced_ns / 1e9
+
+
 def test_contestants_run_with_the_options_of_the_setting():
     setting = Setting(True, "h100_sxm", memory_budget_gb=0.5)
     found = {item.name: item for item in contestants(setting)}
