@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import simplefsdp
 from simplefsdp import simple_fsdp
@@ -14,7 +15,7 @@ from simplefsdp.explainer.schedule import Holding, Stream, Timeline, make_timeli
 from simplefsdp.llama import checkpointing
 from simplefsdp.llama.checkpointing import apply_activation_checkpointing
 from simplefsdp.llama.config import get_config
-from simplefsdp.llama.model import Llama
+from simplefsdp.llama.model import Block, Llama
 from simplefsdp.planner.allocator import LARGE_PAGE_BYTES, SMALL_PAGE_BYTES, Segment, reserved_bytes
 from simplefsdp.planner.validation import keep_odd_products
 from tests.helpers.memory import LiveBytes
@@ -23,11 +24,24 @@ from tests.helpers.worlds import fake_process_group
 RANKS, MIB = 4, 2**20
 
 
+class AttentionKeepingBlock(Block):
+    """What "full" is where it is traced for the CPU, in a run too."""
+
+    def forward(self, x, rope):
+        contexts = checkpointing._attention_keeping_contexts
+        return checkpoint(
+            super().forward, x, rope, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
+
+
 def llama(mode: str) -> Llama:
     """Two layers whose activations are large beside their parameters."""
     model = Llama(dataclasses.replace(get_config("debug"), n_layers=2, max_seq_len=256))
     if mode == "odd products":
         keep_odd_products(model)
+    elif mode == "full":
+        for layer in model.layers:
+            layer.__class__ = AttentionKeepingBlock
     else:
         apply_activation_checkpointing(model, mode)
     return model
@@ -49,9 +63,7 @@ def peaks_of_a_run(mode: str, tokens: torch.Tensor) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full", "odd products"])
-def test_memory_of_eager_mode_is_what_a_run_holds(mode, monkeypatch):
-    # Traced for the CPU, "full" keeps attention: a workaround for compiled code, in which the run must join.
-    monkeypatch.setattr(checkpointing, "noop_context_fn", checkpointing._attention_keeping_contexts)
+def test_memory_of_eager_mode_is_what_a_run_holds(mode):
     tokens = torch.zeros(8, 256, dtype=torch.int64)
     report = simplefsdp.explain(llama(mode), tokens, tokens, ranks=RANKS, profile="h100_sxm", eager=True)
     forward, backward = map(make_timeline, report.eager)
