@@ -178,6 +178,19 @@ def posing_as(gpu: Gpu) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_generator_states() -> Iterator[None]:
+    """Inside, recomputed random operators, which attention counts as, are called as they are: the wrapper that gives
+    them the state of a generator needs the device's generator."""
+    from torch._functorch import partitioners
+
+    def keep(joint: Any, forward: Any, backward: Any, symbols: int) -> tuple[Any, Any]:
+        return forward, backward
+
+    with mock.patch.object(partitioners, "functionalize_rng_ops", keep):
+        yield
+
+
+@contextlib.contextmanager
 def triton_for(gpu: Gpu) -> Iterator[None]:
     """Inside, Triton compiles for a GPU without a driver (Triton 3.3 to 3.7)."""
     import torch._inductor.config

@@ -127,7 +127,11 @@ def _write(request: EmitRequest, is_real: bool) -> tuple[dict[str, str], str]:
         stack.enter_context(front_compat.fake_world(request.devices))
         if not is_real:
             stack.enter_context(_compat.posing_as(GPUS[request.gpu]))
-            attention = "flash attention in half precision, which torch takes unless it prefers cuDNN's"
+            attention = (
+                "flash attention in half precision, which torch takes unless it prefers cuDNN's; where it is "
+                "recomputed, without the wrapper that keeps a generator's state"
+            )
+            stack.enter_context(_compat.without_generator_states())
             stack.enter_context(flash_attention())
         mode, cuda = front_compat.fake_mode(), torch.device("cuda", 0)
         mesh = init_device_mesh("cuda", (request.devices,), mesh_dim_names=("dp",))
