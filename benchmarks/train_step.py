@@ -66,6 +66,7 @@ class Runner:
         self.failures: dict[str, str] = {}
         self.setup_s: dict[str, float] = {}
         self.steps: dict[str, Callable[[], object]] = {}
+        self.processor_s: dict[str, list[float]] = {}
         self._limit_s = limit_s
         self.batch = workload.tokens(dist.get_rank())
         model = workload.model()
@@ -81,20 +82,26 @@ class Runner:
                 self._add(contestant, copy.deepcopy(model))
 
     def measure(self) -> dict[str, list[float]]:
-        """Seconds per step of every contestant in every round, of the slowest rank."""
+        """Seconds per step of every contestant in every round, of the slowest rank.
+
+        `processor_s` gets what of a processor a step took on the rank that took most, gloo's threads included.
+        """
         names = list(self.steps)
         times: dict[str, list[float]] = {name: [] for name in names}
+        self.processor_s = {name: [] for name in names}
         start = time.perf_counter()
         for turn in range(self.workload.rounds):
             if turn >= _LEAST_ROUNDS and self._overdue(start):
                 break
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 dist.barrier()
-                begin = time.perf_counter()
+                begin, busy = time.perf_counter(), time.process_time()
                 for _ in range(self.workload.steps):
                     self.steps[name]()
                 taken = (time.perf_counter() - begin) / self.workload.steps
+                busy = (time.process_time() - busy) / self.workload.steps
                 times[name].append(_largest(taken))
+                self.processor_s[name].append(_largest(busy))
         return times
 
     def _overdue(self, begin: float) -> bool:
@@ -180,6 +187,7 @@ def work(workload: Workload, profile: str, only: Sequence[str], limit_s: float) 
     if dist.get_rank() == 0:
         found = {
             "times": times,
+            "processor_s": runner.processor_s,
             "losses": runner.losses,
             "failures": runner.failures,
             "setup_s": runner.setup_s,
@@ -208,9 +216,10 @@ def table(found: dict[str, Any]) -> list[str]:
         loss = f"{found['losses'][name]:.6f}" if name in found["losses"] else ""
         setup = f"{found['setup_s'][name]:.0f}" if name in found["setup_s"] else ""
         spread = f"{low:.3f} to {high:.3f}"
-        rows.append((name, f"{medians[name]:.3f}", spread, f"{medians[name] / floor:.2f}", loss, setup))
-    rows += [(name, f"failed: {reason}", "", "", "", "") for name, reason in found["failures"].items()]
-    head = ("", "step, s", "quartiles", "/ max(compute, communication)", "loss", "set-up, s")
+        busy = f"{statistics.median(found['processor_s'][name]):.3f}"
+        rows.append((name, f"{medians[name]:.3f}", spread, f"{medians[name] / floor:.2f}", busy, loss, setup))
+    rows += [(name, f"failed: {reason}", *[""] * 5) for name, reason in found["failures"].items()]
+    head = ("", "step, s", "quartiles", "/ max(compute, communication)", "processor, s", "loss", "set-up, s")
     return markdown(head, rows)
 
 

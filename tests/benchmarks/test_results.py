@@ -56,6 +56,7 @@ def test_a_result_says_what_was_measured_under_which_conditions():
             OPTIMIZER: [0.1, 0.1, 0.1],
             AUTO: [2.0, 2.2, 2.6],
         },
+        "processor_s": {key: [1.0] for key in (COMPUTE, COMMUNICATION, OPTIMIZER)} | {AUTO: [1.2, 1.3, 1.4]},
         "losses": {AUTO: 1.5},
         "failures": {"DDP": "RuntimeError: no"},
         "setup_s": {AUTO: 12.3},
@@ -72,7 +73,7 @@ def test_a_result_says_what_was_measured_under_which_conditions():
         "h100",
     )
     assert "3 rounds of 2 steps; communication / compute = 2.00" in text
-    assert "| ours, auto | 2.200 | 2.000 to 2.600 | 1.10 | 1.500000 | 12 |" in text
+    assert "| ours, auto | 2.200 | 2.000 to 2.600 | 1.10 | 1.300 | 1.500000 | 12 |" in text
     assert "| DDP | failed: RuntimeError: no |" in text
     assert "load average 0.1 before and 2.0 after" in text
     assert "| 1.10 | 1.10 | met |" in text
