@@ -92,8 +92,9 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path):
     first, second = run("1"), run("2")
     assert first["lookups"] == {"hit": 0, "miss": 2, "bypass": 0}
     assert second["lookups"] == {"hit": 2, "miss": 0, "bypass": 0}
-    assert first["whole"] == {"hit": 0, "miss": 1, "bypass": 0}
-    assert second["whole"] == {"hit": 1, "miss": 0, "bypass": 0}
+    if WHOLE:
+        assert first["whole"] == {"hit": 0, "miss": 1, "bypass": 0}
+        assert second["whole"] == {"hit": 1, "miss": 0, "bypass": 0}
     assert first["values"] == second["values"]
 
 
@@ -111,9 +112,13 @@ def cached_on(rank: int, ranks: int = 4, *, rows: int = 8, **arguments: Any) -> 
     return whole_lookups()
 
 
+WHOLE = torch.__version__ >= "2.13"
+"""Whether AOTAutograd's cache takes these models: that of torch 2.11 bypasses graphs that call `DTensor.to_local`."""
+only_where_whole = pytest.mark.skipif(not WHOLE, reason="older caches bypass calls of DTensor.to_local")
 HIT, MISS = {"hit": 1, "miss": 0, "bypass": 0}, {"hit": 0, "miss": 1, "bypass": 0}
 
 
+@only_where_whole
 def test_ranks_share_what_one_of_them_compiled_where_their_shards_are_alike():
     with fresh_cache():
         assert cached_on(0, rows=10) == MISS  # 10 rows: 3, 3, 3 and 1
@@ -121,6 +126,7 @@ def test_ranks_share_what_one_of_them_compiled_where_their_shards_are_alike():
         assert cached_on(3, rows=10) == MISS
 
 
+@only_where_whole
 @pytest.mark.parametrize(
     "change",
     [
@@ -139,6 +145,7 @@ def test_what_one_model_compiled_does_not_serve_one_that_is_wrapped_otherwise(ch
         assert cached_on(0, **change) == HIT
 
 
+@only_where_whole
 def test_tensor_parallel_ranks_do_not_share():
     """DTensor may trace constants of the rank's place, which no key of torch's holds."""
     with fresh_cache():
