@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,7 @@ def test_a_real_gpu_and_an_imported_torch_refuse_the_guard(monkeypatch):
     with pytest.raises(guard.GuardError, match="there is a GPU"):
         guard.install_guard()
     monkeypatch.setattr(guard, "count_gpus", lambda: 0)
+    monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch", types.ModuleType("torch")))
     with pytest.raises(guard.GuardError, match="torch is imported already"):
         guard.install_guard()
 
