@@ -44,7 +44,9 @@ def explain_failure(name: str, done: str = "traced") -> Iterator[None]:
     except UsageError:
         raise
     except Exception as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        # Dynamo puts this line before what a backend has raised (torch 2.11 to 2.14).
+        reason = next((line for line in lines if not line.startswith("backend=")), "")
         if not reason or isinstance(error, (LookupError, AssertionError, AttributeError, NameError)):
             reason = f"{type(error).__name__}: {reason}".rstrip(": ")  # the kind is half of what these say
         place = _place(error)
