@@ -34,7 +34,7 @@ STACKS = {
         explainer/hardware explainer/options explainer/trace_errors explainer/target explainer/wrapping
         explainer/command
         planner/emit/gpus planner/emit/guard planner/emit/_compat planner/emit/code planner/emit/attention
-        planner/emit/worker planner/emit/ptx planner/emit/command planner/emit/__init__
+        planner/emit/ptx planner/emit/worker planner/emit/command planner/emit/__init__
         planner/options planner/extend planner/stack planner/allocator planner/peers planner/predict planner/compare
         planner/text planner/build planner/validation
         planner/rescale planner/step planner/tracing planner/scale planner/picture planner/search planner/found
