@@ -87,7 +87,8 @@ def read_contents(graph: fx.Graph, program: Program, saved: Mapping[str, Saved] 
             if dies < at:
                 continue  # made and overwritten in one region
         number_of[node] = len(values)
-        name = regions[min(at if at != BEFORE else dies, len(regions) - 1)].module
+        # A backward may compute nothing at all: what it hands on was saved.
+        name = regions[min(at if at != BEFORE else dies, len(regions) - 1)].module if regions else ""
         values.append(Value(name, work.moved_bytes([node], nominal), memory, at, dies))
 
     forwarded = {}  # reductions whose result only goes into another one (HSDP): held until that starts

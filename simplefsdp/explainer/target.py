@@ -78,8 +78,8 @@ def find_target(
     name, config = find_llama(model)
     seq_len = min(DEFAULT_SEQ_LEN, config.max_seq_len) if seq_len is None else seq_len
     batch = 1 if local_batch is None else local_batch
-    per_token = flops_per_token(config, seq_len)
     config = dataclasses.replace(config, n_layers=layers or config.n_layers, max_seq_len=seq_len)
+    per_token = flops_per_token(config, seq_len)
     with torch.device("meta"):
         llama = Llama(config)
         tokens = torch.zeros(batch, seq_len, dtype=torch.int64)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from simplefsdp.explainer.options import CheckpointMode
 from simplefsdp.explainer.target import find_target
-from simplefsdp.explainer.trace_errors import explain_failure
+from simplefsdp.explainer.trace_errors import TraceError, explain_failure
 from simplefsdp.planner.build import Traced, trace
 from simplefsdp.planner.rescale import World, at_batch, at_world
 
@@ -130,6 +130,8 @@ def trace_step(request: Request, hardware: Hardware) -> Step:
             whole=request.whole,
             eager=request.eager,
         )
+    if not traced.graphs:
+        raise TraceError(f"{target.name} has no parameters: there is nothing to shard or plan")
     return Step(request, target.name, traced, parameters, target.tokens, target.flops_per_token)
 
 

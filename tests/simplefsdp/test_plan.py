@@ -224,6 +224,33 @@ def test_mistakes_get_one_line_and_exit_code_2(arguments, answer, capsys):
     assert said.count("\n") == 1
 
 
+def only_a_norm():
+    """A backward whose compute is one light region or none."""
+    return nn.LayerNorm(4), (torch.ones(2, 4),)
+
+
+def nothing_to_shard():
+    return nn.ReLU(), (torch.ones(2, 4),)
+
+
+def broken():
+    raise KeyError("no weights")
+
+
+def test_odd_models_get_a_plan_or_a_reason(capsys):
+    assert main(["plan", "--model", f"{__name__}:only_a_norm", "--gpus", "7", "--planners", "none"]) == 0
+    assert "sharded over 7" in capsys.readouterr().out
+    assert main(["plan", "--model", f"{__name__}:nothing_to_shard", "--gpus", "2"]) == 1
+    assert (
+        "nothing_to_shard has no parameters: there is nothing to shard or plan\n" in capsys.readouterr().err
+    )
+    assert main(["plan", "--model", f"{__name__}:broken"]) == 1
+    said = capsys.readouterr().err
+    assert "broken cannot be built at " in said
+    assert said.endswith("KeyError: 'no weights'\n")
+    assert said.count("\n") == 1
+
+
 @pytest.mark.parametrize("command", ["plan", "explain"])
 def test_mistakes_are_answered_without_torch(command):
     program = (
