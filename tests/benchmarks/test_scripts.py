@@ -30,7 +30,7 @@ def test_training_steps_are_measured_side_by_side(uncompiled, tmp_path):
     arguments = ["--profile", "cpu_gloo", "--rounds", "2", "--steps", "1", "--out", str(out), *SMALL]
     assert train_step.main([*arguments, "--only", "DDP", "FSDP2 eager", "ours, eager"]) == 0
     text = out.read_text()
-    losses = {cells(text, name)[4] for name in ("DDP", "FSDP2 eager", "ours, eager")}
+    losses = {cells(text, name)[5] for name in ("DDP", "FSDP2 eager", "ours, eager")}
     assert len(losses) == 1
     assert float(losses.pop()) > 0
     assert float(cells(text, "optimizer alone")[1]) < float(cells(text, "ours, eager")[1])
