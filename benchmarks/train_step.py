@@ -34,7 +34,7 @@ from benchmarks.contestants import Contestant, Setting, contestants
 from benchmarks.names import COMMUNICATION, COMPUTE, OPTIMIZER
 from benchmarks.netbed import open_bed
 from benchmarks.pictures import draw_steps
-from benchmarks.prediction import Prediction, judge, predict
+from benchmarks.prediction import Machine, Prediction, judge, machine_of, predict
 from benchmarks.record import RESULTS, command_line, conditions, markdown, quartiles, write
 from benchmarks.targets import targets
 from benchmarks.workload import Workload, add_arguments, from_options, optimizer_of
@@ -208,7 +208,7 @@ def entrants(workload: Workload, profile: str, only: Sequence[str]) -> list[Cont
 
 def table(found: dict[str, Any]) -> list[str]:
     """The measurements as the lines of a Markdown table."""
-    medians = medians_of(found)
+    medians, busy = medians_of(found["times"]), medians_of(found["processor_s"])
     floor = max(medians[COMPUTE], medians[COMMUNICATION])
     rows = []
     for name, times in found["times"].items():
@@ -216,16 +216,16 @@ def table(found: dict[str, Any]) -> list[str]:
         loss = f"{found['losses'][name]:.6f}" if name in found["losses"] else ""
         setup = f"{found['setup_s'][name]:.0f}" if name in found["setup_s"] else ""
         spread = f"{low:.3f} to {high:.3f}"
-        busy = f"{statistics.median(found['processor_s'][name]):.3f}"
-        rows.append((name, f"{medians[name]:.3f}", spread, f"{medians[name] / floor:.2f}", busy, loss, setup))
+        step, ratio = f"{medians[name]:.3f}", f"{medians[name] / floor:.2f}"
+        rows.append((name, step, spread, ratio, f"{busy[name]:.3f}", loss, setup))
     rows += [(name, f"failed: {reason}", *[""] * 5) for name, reason in found["failures"].items()]
     head = ("", "step, s", "quartiles", "/ max(compute, communication)", "processor, s", "loss", "set-up, s")
     return markdown(head, rows)
 
 
-def medians_of(found: dict[str, Any]) -> dict[str, float]:
-    """Median seconds per step, by contestant."""
-    return {name: statistics.median(times) for name, times in found["times"].items()}
+def medians_of(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Medians over rounds, by contestant."""
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def record(
@@ -233,12 +233,13 @@ def record(
     network: str,
     command: str,
     found: dict[str, Any],
+    machine: Machine,
     predictions: Sequence[Prediction],
     picture: str,
     profile: str,
 ) -> str:
     """The text of a result file; `profile` says which one planned and predicted."""
-    medians = medians_of(found)
+    medians = medians_of(found["times"])
     ratio = medians[COMMUNICATION] / medians[COMPUTE]
     rounds = len(found["times"][COMPUTE])
     predicted = [
@@ -262,7 +263,7 @@ def record(
         "",
         "## Predicted and measured",
         "",
-        f"The simulator on the hardware profile {profile}, compute scaled to what it takes alone.",
+        _basis(profile, machine),
         "",
         *markdown(("", "measured, s", "predicted, s", "error"), predicted),
         "",
@@ -270,6 +271,13 @@ def record(
         "",
     ]
     return "\n".join(lines)
+
+
+def _basis(profile: str, machine: Machine) -> str:
+    return (
+        f"The simulator on the hardware profile {profile}; compute scaled to what it takes alone, and while "
+        f"communication runs, which shares the cores, to {machine.pace:.0%} of that speed."
+    )
 
 
 def _largest(value: float) -> float:
@@ -324,13 +332,15 @@ def main(arguments: list[str]) -> int:
         printed = bed.run(worker, 3 * options.limit)
         found = json.loads(printed.strip().splitlines()[-1])
         print("measured; predicting", file=sys.stderr)
+        medians = medians_of(found["times"])
+        cores = len(os.sched_getaffinity(0)) / options.ranks
+        machine = machine_of(medians, medians_of(found["processor_s"]), cores)
         predictions = predict(
-            workload, entrants(workload, profile, options.only), profile, medians_of(found), options.ranks
+            workload, entrants(workload, profile, options.only), profile, medians, machine, options.ranks
         )
         known = options.profile or "calibrated in this run"
         picture = out.with_suffix(".png")
-        text = record(workload, bed.description, command, found, predictions, picture.name, known)
-    medians = medians_of(found)
+        text = record(workload, bed.description, command, found, machine, predictions, picture.name, known)
     bars = {}
     for name, times in found["times"].items():
         if name != OPTIMIZER:

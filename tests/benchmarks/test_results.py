@@ -19,7 +19,7 @@ from benchmarks.kernel_trace import activities, collectives
 from benchmarks.memory import Footprint
 from benchmarks.names import AUTO, COMMUNICATION, COMPUTE, FSDP2, NO_PASSES, NONE, OPTIMIZER, STOCK_OVERLAP
 from benchmarks.pictures import draw_fits, draw_steps
-from benchmarks.prediction import Prediction, judge, step_s
+from benchmarks.prediction import Machine, Prediction, judge, machine_of, step_s
 from benchmarks.targets import targets
 from benchmarks.workload import Workload
 from inductor_passes import PassConfig
@@ -68,6 +68,7 @@ def test_a_result_says_what_was_measured_under_which_conditions():
         "a network",
         "python -m benchmarks.train_step",
         found,
+        Machine(0.9, 0.1, pace=0.5),
         predictions,
         "a.png",
         "h100",
@@ -79,7 +80,8 @@ def test_a_result_says_what_was_measured_under_which_conditions():
     assert "| 1.10 | 1.10 | met |" in text
     assert "| ours, auto | 2.200 | 1.980 | -10% |" in text
     assert "![Step times](a.png)" in text
-    assert "on the hardware profile h100, compute scaled" in text
+    assert "on the hardware profile h100; compute scaled" in text
+    assert "to 50% of that speed" in text
 
 
 def test_predictions_are_judged_by_order_and_error():
@@ -89,23 +91,46 @@ def test_predictions_are_judged_by_order_and_error():
     assert judge(wrong).startswith("2 of 3 pairs in the wrong order (a and c; b and c); largest error 75%")
 
 
-def test_predicted_time_grows_with_compute_and_never_falls_below_communication():
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+class Stack(nn.Module):
+    """Four square layers."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x).relu()
-            return x.sum()
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
 
-    passes = PassConfig(profile="cpu_gloo")
-    report = simplefsdp.explain(Net(), torch.randn(8, 64), ranks=2, wrap={"passes": passes})
-    alone = step_s(report.graphs, 1e-9)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.sum()
+
+
+@pytest.fixture(scope="module")
+def stack_graphs():
+    """Forward and backward of a stack of layers on two ranks."""
+    wrap = {"passes": PassConfig(profile="cpu_gloo")}
+    return simplefsdp.explain(Stack(), torch.randn(8, 64), ranks=2, wrap=wrap).graphs
+
+
+def test_predicted_time_grows_with_compute_and_never_falls_below_communication(stack_graphs):
+    alone = step_s(stack_graphs, Machine(1e-9, 0.0))
     assert alone > 0
-    assert step_s(report.graphs, 1000 * alone) == pytest.approx(1000 * alone, rel=0.02)
-    assert step_s(report.graphs, alone) < 2 * alone + 1e-9
+    assert step_s(stack_graphs, Machine(1000 * alone, 0.0)) == pytest.approx(1000 * alone, rel=0.02)
+    assert step_s(stack_graphs, Machine(alone, 0.0)) < 2 * alone + 1e-9
+    assert step_s(stack_graphs, Machine(1e-9, 1.0)) == pytest.approx(1.0 + alone)
+
+
+def test_communication_that_needs_the_cores_of_compute_slows_it(stack_graphs):
+    alone = step_s(stack_graphs, Machine(1e-9, 0.0))
+    full, some, half = (step_s(stack_graphs, Machine(4 * alone, 0.0, pace)) for pace in (1.0, 0.75, 0.5))
+    assert full < some < half < full + 0.5 * alone
+
+
+def test_the_pace_of_compute_follows_from_the_cores_that_both_need():
+    times = {COMPUTE: 1.1, COMMUNICATION: 2.0, OPTIMIZER: 0.1}
+    busy = {COMPUTE: 1.1, COMMUNICATION: 0.8}
+    assert machine_of(times, busy, cores=1) == Machine(1.0, 0.1, pace=pytest.approx(0.6))
+    assert machine_of(times, busy, cores=4).pace == 1.0
+    assert machine_of(times, busy, cores=0.25).pace > 0, "compute never stops"
 
 
 def test_a_planner_that_leaves_the_order_is_predicted_with_the_final_order():
@@ -117,7 +142,7 @@ def test_a_planner_that_leaves_the_order_is_predicted_with_the_final_order():
     )
     traced_ns = sum(facts.plan.step_ns for facts in report.graphs)
     compute_ns = sum(sum(facts.problem.region_ns) for facts in report.graphs)
-    assert step_s(report.graphs, compute_ns / 1e9) < 0.9 * traced_ns / 1e9
+    assert step_s(report.graphs, Machine(compute_ns / 1e9, 0.0)) < 0.9 * traced_ns / 1e9
 
 
 def test_contestants_run_with_the_options_of_the_setting():
