@@ -6,7 +6,9 @@ Owns the order of these. Must not know how results are shown.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from torch import nn
 
 from inductor_passes.planners import plan_collectives
 from simplefsdp.explainer.api import explain
@@ -15,8 +17,30 @@ from simplefsdp.explainer.hardware import Hardware
 from simplefsdp.explainer.target import Target
 from simplefsdp.explainer.wrapping import wrap_options
 from simplefsdp.planner.extend import TRACED_LAYERS, ExtensionError, extend
-from simplefsdp.planner.predict import shard_bytes
 from simplefsdp.planner.stack import cut, find_stack, restore
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """Size of a parameter.
+
+    Args:
+        rows: length of the dim that is sharded; 1 for one that has no dim.
+        row_bytes: bytes of what lies in one row.
+    """
+
+    rows: int
+    row_bytes: int
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> Parameter:
+        """The size of a parameter that is sharded along its first dim."""
+        rows = parameter.shape[0] if parameter.dim() else 1
+        return cls(rows, parameter.numel() // max(rows, 1) * parameter.dtype.itemsize)
+
+    def stored_bytes(self, factor: int) -> int:
+        """What one of `factor` devices stores of it; of uneven shards the largest."""
+        return -(-self.rows // factor) * self.row_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,17 +49,21 @@ class Traced:
 
     Args:
         graphs: forward and backward.
-        shard_bytes: parameters stored on one device.
+        parameters: of the whole model, by name.
         note: how the graphs were obtained.
         warnings: graph breaks and recompiles.
         eager: forward and backward in eager mode, if that was asked for and can be read.
     """
 
     graphs: tuple[GraphFacts, ...]
-    shard_bytes: int
+    parameters: Mapping[str, Parameter]
     note: str
     warnings: tuple[str, ...]
     eager: tuple[GraphFacts, ...] = ()
+
+    def stored_bytes(self, factor: int) -> int:
+        """Parameters that one device stores when `factor` of them share a copy; of uneven shards the largest."""
+        return sum(item.stored_bytes(factor) for item in self.parameters.values())
 
 
 def trace(
@@ -74,7 +102,7 @@ def trace(
         reshard_after_forward=reshard_after_forward,
         profile=hardware.profile,
     )
-    stored = shard_bytes(target.model.parameters(), sharding_factor or gpus)
+    parameters = {name: Parameter.of(item) for name, item in target.model.named_parameters()}
     note = "every layer traced"
     if stack is not None:
         removed = cut(target.model, stack)
@@ -89,9 +117,9 @@ def trace(
             restore(target.model, stack, removed)
         else:
             note = f"{TRACED_LAYERS} of the {stack.layers} equal layers of {stack.name!r} traced, one of them repeated"
-            return Traced(_planned(graphs, planner), stored, note, report.warnings, eager_graphs)
+            return Traced(_planned(graphs, planner), parameters, note, report.warnings, eager_graphs)
     report = explain(target.model, *target.inputs, ranks=gpus, wrap=wrap, title=target.name, eager=eager)
-    return Traced(_planned(report.graphs, planner), stored, note, report.warnings, report.eager)
+    return Traced(_planned(report.graphs, planner), parameters, note, report.warnings, report.eager)
 
 
 def _planned(graphs: Iterable[GraphFacts], planner: str) -> tuple[GraphFacts, ...]:

@@ -92,11 +92,12 @@ def _predict(options: PlanOptions, hardware: Hardware, profile: HardwareProfile)
 
     step = trace_fresh(dataclasses.replace(_request(options), eager=True), hardware)
     traced = step.traced
+    stored = traced.stored_bytes(step.request.factor)
     predictions = [
         predict(
             traced.graphs,
             profile,
-            traced.shard_bytes,
+            stored,
             planner=planner,
             tokens=step.tokens,
             flops_per_token=step.flops_per_token,
@@ -107,7 +108,7 @@ def _predict(options: PlanOptions, hardware: Hardware, profile: HardwareProfile)
         traced.graphs,
         traced.eager,
         profile,
-        traced.shard_bytes,
+        stored,
         tokens=step.tokens,
         flops_per_token=step.flops_per_token,
     )

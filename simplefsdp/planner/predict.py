@@ -9,10 +9,7 @@ writes all but the gradient; clipping reads the gradients, and reads and writes 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-
-import torch
-from torch import nn
+from collections.abc import Sequence
 
 from inductor_passes.costs.compute import ComputeModel
 from inductor_passes.costs.profiles import HardwareProfile
@@ -24,6 +21,8 @@ from simplefsdp.planner.allocator import reserved_bytes
 
 MOMENTS = 2
 """AdamW keeps two tensors of the parameter's size."""
+_KEPT = 1 + MOMENTS
+"""Tensors of the parameter's size that stay between steps."""
 OPTIMIZER_PASSES = 7 + 3
 """Reads and writes of a parameter's size in one optimizer step: AdamW 4 + 3, clipping 2 + 1."""
 
@@ -128,8 +127,8 @@ def predict(
     optimizer_ns = ComputeModel(profile).move_ns(OPTIMIZER_PASSES * shard_bytes)
     peak = max((timeline.peak for timeline in timelines), key=lambda point: point.total_bytes)
     held = dict(zip(Memory, peak.by_use, strict=True))
-    live_bytes = (1 + MOMENTS) * shard_bytes + peak.total_bytes
-    reserved = reserved_bytes(timelines, [shard_bytes] * (1 + MOMENTS), own_streams=own_streams)
+    live_bytes = _KEPT * shard_bytes + peak.total_bytes
+    reserved = reserved_bytes(timelines, [shard_bytes] * _KEPT, own_streams=own_streams)
     dtypes = profile.dtypes()
     return Prediction(
         planner=planner or (graphs[0].plan.planner if graphs else "none"),
@@ -151,11 +150,6 @@ def predict(
     )
 
 
-def shard_bytes(parameters: Iterable[nn.Parameter], sharding_factor: int) -> int:
-    """Bytes one device stores of parameters sharded along their first dim; uneven shards count as the largest."""
-    total = 0
-    for parameter in parameters:
-        rows = parameter.shape[0] if parameter.dim() else 1
-        per_row = parameter.numel() // max(rows, 1)
-        total += -(-rows // sharding_factor) * per_row * torch.empty((), dtype=parameter.dtype).element_size()
-    return total
+def state_bytes(stored_bytes: int) -> int:
+    """Parameters, gradients and moments of a device that stores so many bytes of parameters: the least it holds."""
+    return (_KEPT + 1) * stored_bytes

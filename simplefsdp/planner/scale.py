@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from inductor_passes.costs.profiles import HardwareProfile
 from simplefsdp.explainer.hardware import GIB
-from simplefsdp.planner.predict import MOMENTS, Prediction, predict
+from simplefsdp.planner.predict import Prediction, predict, state_bytes
 from simplefsdp.planner.rescale import World
 from simplefsdp.planner.step import Family, Step, Tracer
 from simplefsdp.planner.text import TIGHT_SHARE, table
@@ -162,7 +162,7 @@ class Scaling:
         """
         for name, where in worlds(factor, self._profile.value("ranks_per_node")):
             todo = list(loads(where, self._step.request.batch, self._global_batch))
-            held = self._step.stored_bytes(1) * (1 + 1 + MOMENTS)
+            held = state_bytes(self._step.traced.stored_bytes(1))
             if not todo:
                 yield name, f"a global batch of {self._global_batch} divides among none of these devices"
             elif todo[0].world.factor == 1 and self._memory_bytes is not None and held > self._memory_bytes:
@@ -176,7 +176,7 @@ class Scaling:
         prediction = predict(
             family.graphs(load.batch, load.world),
             self._profile,
-            family.high.stored_bytes(load.world.factor),
+            family.high.traced.stored_bytes(load.world.factor),
             planner=self._planner,
             tokens=family.high.tokens_of(load.batch),
             flops_per_token=family.high.flops_per_token,

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from inductor_passes.costs.profiles import HardwareProfile
 from simplefsdp.explainer.hardware import GIB
 from simplefsdp.explainer.options import CheckpointMode
-from simplefsdp.planner.predict import MOMENTS, Prediction, predict
+from simplefsdp.planner.predict import Prediction, predict, state_bytes
 from simplefsdp.planner.rescale import World
 from simplefsdp.planner.step import Family, Request
 from simplefsdp.planner.text import TIGHT_SHARE
@@ -190,7 +190,7 @@ class Search:
 
     def _may_fit(self, mode: CheckpointMode, factors: tuple[int, ...], reshard: bool) -> bool:
         """Whether parameters, gradients and moments alone leave room, where they are whole."""
-        held = self._whole_bytes * (1 + 1 + MOMENTS)
+        held = state_bytes(self._whole_bytes)
         if factors[0] > 1 or held <= self._usable:
             return True
         self._misfits.setdefault((mode, 1, reshard), Misfit(mode, 0, 1, reshard, held))
@@ -201,7 +201,7 @@ class Search:
         families = self._families(modes, factors[0], reshard)
         waiting: list[tuple[float, CheckpointMode, int, int]] = []
         for mode, family in families.items():
-            self._whole_bytes = family.high.stored_bytes(1)
+            self._whole_bytes = family.high.traced.stored_bytes(1)
             for batch in self._batches(family):
                 least = self._predict(family, batch, factors[0], "none")
                 if not self._fits(mode, batch, factors[0], reshard, least):
@@ -303,7 +303,7 @@ class Search:
         return predict(
             family.graphs(batch, World(self._base.devices, factor)),
             self._profile,
-            family.high.stored_bytes(factor),
+            family.high.traced.stored_bytes(factor),
             planner=planner,
             tokens=family.high.tokens_of(batch),
             flops_per_token=family.high.flops_per_token,

@@ -7,7 +7,7 @@ compared or shown.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from simplefsdp.explainer.options import CheckpointMode
@@ -17,8 +17,6 @@ from simplefsdp.planner.build import Traced, trace
 from simplefsdp.planner.rescale import World, at_batch, at_world
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from inductor_passes.costs.profiles import HardwareProfile
     from simplefsdp.explainer.facts import GraphFacts
     from simplefsdp.explainer.hardware import Hardware
@@ -53,27 +51,13 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parameter:
-    """Size of a parameter.
-
-    Args:
-        rows: length of the dim that is sharded; 1 for one that has no dim.
-        row_bytes: bytes of what lies in one row.
-    """
-
-    rows: int
-    row_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Step:
     """A traced step.
 
     Args:
         request: what was asked for.
         name: of the model, for titles.
-        traced: forward and backward.
-        parameters: by name.
+        traced: forward and backward, and the parameters.
         tokens: of one device in one step, None where the model has no such notion.
         flops_per_token: that training needs, None where it is not known.
     """
@@ -81,7 +65,6 @@ class Step:
     request: Request
     name: str
     traced: Traced
-    parameters: Mapping[str, Parameter]
     tokens: int | None
     flops_per_token: float | None
 
@@ -93,10 +76,6 @@ class Step:
     def tokens_of(self, batch: int) -> int | None:
         """Tokens of one device in one step with another batch."""
         return None if self.tokens is None else self.tokens // self.request.batch * batch
-
-    def stored_bytes(self, factor: int) -> int:
-        """Parameters that one device stores; of uneven shards the largest."""
-        return sum(-(-item.rows // factor) * item.row_bytes for item in self.parameters.values())
 
 
 Tracer = Callable[[Request], Step]
@@ -116,7 +95,6 @@ def trace_step(request: Request, hardware: Hardware) -> Step:
         checkpointing=request.ac,
         layers=request.layers,
     )
-    parameters = {name: _measure(item) for name, item in target.model.named_parameters()}
     with explain_failure(target.name):
         traced = trace(
             target,
@@ -132,12 +110,7 @@ def trace_step(request: Request, hardware: Hardware) -> Step:
         )
     if not traced.graphs:
         raise TraceError(f"{target.name} has no parameters: there is nothing to shard or plan")
-    return Step(request, target.name, traced, parameters, target.tokens, target.flops_per_token)
-
-
-def _measure(parameter: nn.Parameter) -> Parameter:
-    rows = parameter.shape[0] if parameter.dim() else 1
-    return Parameter(rows, parameter.numel() // max(rows, 1) * parameter.dtype.itemsize)
+    return Step(request, target.name, traced, target.tokens, target.flops_per_token)
 
 
 class Family:
@@ -151,7 +124,7 @@ class Family:
     def __init__(self, low: Step, high: Step, profile: HardwareProfile) -> None:
         self.low, self.high = low, high
         self._profile = profile
-        self._rows = {name: item.rows for name, item in high.parameters.items()}
+        self._rows = {name: item.rows for name, item in high.traced.parameters.items()}
         self._known: dict[tuple[int, World], tuple[GraphFacts, ...]] = {}
 
     def is_traced(self, batch: int) -> bool:

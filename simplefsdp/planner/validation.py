@@ -120,7 +120,7 @@ def predict_rows() -> Iterator[tuple[PublishedRow, Prediction]]:
         prediction = predict(
             graphs,
             profile,
-            traced.shard_bytes,
+            traced.stored_bytes(row.gpus),
             tokens=target.tokens,
             flops_per_token=target.flops_per_token,
             own_streams=True,

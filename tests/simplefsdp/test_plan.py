@@ -20,8 +20,9 @@ from simplefsdp.explainer.schedule import make_timeline
 from simplefsdp.explainer.wrapping import wrap_options
 from simplefsdp.llama.config import get_config
 from simplefsdp.llama.model import Llama
+from simplefsdp.planner.build import Parameter, Traced
 from simplefsdp.planner.extend import TRACED_LAYERS, ExtensionError, extend
-from simplefsdp.planner.predict import MemorySplit, predict, shard_bytes
+from simplefsdp.planner.predict import MemorySplit, predict, state_bytes
 from simplefsdp.planner.stack import cut, find_stack, restore
 from simplefsdp.planner.text import fit_text
 
@@ -130,13 +131,17 @@ def test_a_stack_is_found_by_structure_and_can_be_cut_and_restored():
 
 
 def test_stored_bytes_count_the_largest_shard():
-    parameters = [
-        nn.Parameter(torch.empty(10, 3)),
-        nn.Parameter(torch.empty(4)),
-        nn.Parameter(torch.empty(())),
-    ]
-    assert shard_bytes(parameters, 4) == 4 * (3 * 3 + 1 + 1)
-    assert shard_bytes(parameters, 1) == 4 * (30 + 4 + 1)
+    tensors = {
+        "matrix": torch.empty(10, 3),
+        "vector": torch.empty(4),
+        "number": torch.empty(()),
+        "none": torch.empty(0, 3),
+        "half": torch.empty(2, dtype=torch.bfloat16),
+    }
+    parameters = {name: Parameter.of(nn.Parameter(tensor)) for name, tensor in tensors.items()}
+    traced = Traced((), parameters, "", ())
+    assert traced.stored_bytes(4) == 4 * (3 * 3 + 1 + 1) + 2
+    assert traced.stored_bytes(1) == 4 * (30 + 4 + 1) + 4
 
 
 def test_a_prediction_is_the_sum_of_its_parts(four):
@@ -151,6 +156,7 @@ def test_a_prediction_is_the_sum_of_its_parts(four):
     assert item.bound_ns <= ahead.step_ns < item.step_ns
     assert ahead.exposed_ns < item.exposed_ns
     assert (item.memory.parameters, item.memory.optimizer) == (1_000_000, 2_000_000)
+    assert state_bytes(1_000_000) == 4_000_000, "and gradients"
     peak = max(line.peak.total_bytes for line in item.timelines)
     assert item.memory.total_bytes == 3_000_000 + peak + item.memory.fragments
     saved = sum(value.size_bytes for value in four[1].values if value.born == BEFORE)

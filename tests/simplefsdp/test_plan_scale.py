@@ -16,11 +16,10 @@ from inductor_passes.costs.profiles import load_profile
 from simplefsdp.cli import main
 from simplefsdp.explainer.hardware import GIB
 from simplefsdp.explainer.wrapping import wrap_options
-from simplefsdp.planner.build import Traced
-from simplefsdp.planner.predict import shard_bytes
+from simplefsdp.planner.build import Parameter, Traced
 from simplefsdp.planner.rescale import RescaleError, World, at_batch, at_world
 from simplefsdp.planner.scale import DEVICES, Load, Scaling, loads, worlds
-from simplefsdp.planner.step import Request, Step, _measure
+from simplefsdp.planner.step import Request, Step
 
 PROFILE = load_profile("h100_sxm")
 ROWS = 40  # divides by none of the factors above 8: padded there
@@ -127,16 +126,16 @@ def test_a_world_must_divide():
 def step(devices=16, factor=16, batch=4, tokens=128):
     """A step as the command traces it, of the model above."""
     request = Request("small", None, None, batch, "none", devices, factor, "bf16", 4.0, True, False, "greedy")
-    parameters = {name: _measure(item) for name, item in Small().named_parameters()}
-    graphs = facts_of(devices, factor, batch)
-    stored = shard_bytes(Small().parameters(), factor)
-    return Step(request, "Small", Traced(graphs, stored, "", ()), parameters, tokens * batch // 4, 1e6)
+    parameters = {name: Parameter.of(item) for name, item in Small().named_parameters()}
+    traced = Traced(facts_of(devices, factor, batch), parameters, "", ())
+    return Step(request, "Small", traced, tokens * batch // 4, 1e6)
 
 
-def test_stored_bytes_are_those_of_the_prediction():
-    one = step()
-    for factor in (1, 3, 16):
-        assert one.stored_bytes(factor) == shard_bytes(Small().parameters(), factor)
+def test_each_device_stores_the_largest_shard():
+    traced = step().traced
+    for factor, rows, up_rows, down_rows in ((1, ROWS, 48, 16), (3, 14, 16, 6), (16, 3, 3, 1)):
+        expected = 4 * (rows * (16 + 16 + 1) + up_rows * 16 + down_rows * 48)
+        assert traced.stored_bytes(factor) == expected, factor
 
 
 def test_what_each_device_computes():
@@ -182,6 +181,10 @@ def test_strong_scaling_takes_passes_and_traces_what_is_needed():
     # The low batch, and replicated parameters with both batches: all else follows.
     assert [(request.factor, request.batch) for request in asked] == [(16, 1), (1, 4), (1, 1)]
     assert len(replicated) == 6
+    stored = step().traced.stored_bytes
+    for points in series.values():
+        for point in points:
+            assert point.prediction.memory.parameters == stored(point.load.world.factor)
 
 
 def test_replicas_that_cannot_fit_are_not_traced():

@@ -13,13 +13,13 @@ from inductor_passes.costs.profiles import load_profile
 from simplefsdp.cli import main
 from simplefsdp.explainer.hardware import GIB, find_hardware
 from simplefsdp.explainer.wrapping import wrap_options
-from simplefsdp.planner.build import Traced
+from simplefsdp.planner.build import Parameter, Traced
 from simplefsdp.planner.found import command_of, findings_text
 from simplefsdp.planner.options import PlanOptions
 from simplefsdp.planner.predict import predict
 from simplefsdp.planner.rescale import World
 from simplefsdp.planner.search import Search, Space, sharding_factors
-from simplefsdp.planner.step import Family, Parameter, Request, Step
+from simplefsdp.planner.step import Family, Request, Step
 from tests.simplefsdp.test_plan import Tower
 
 pytestmark = pytest.mark.timeout(500)  # a trace takes seconds, and many times that on a busy machine
@@ -58,11 +58,9 @@ def traced(mode, batch, factor, reshard):
         model = (Kept if mode == "none" else Tower)(1)
         tokens = torch.zeros(batch, SEQUENCE, dtype=torch.int64)
     graphs = simplefsdp.explain(model, tokens, ranks=16, wrap=wrap).graphs
-    parameters = {
-        name: Parameter(p.shape[0], p.numel() // p.shape[0] * 4) for name, p in model.named_parameters()
-    }
+    parameters = {name: Parameter.of(item) for name, item in model.named_parameters()}
     request = dataclasses.replace(BASE, ac=mode, batch=batch, factor=factor, reshard=reshard)
-    return Step(request, "tower", Traced(graphs, 0, "", ()), parameters, SEQUENCE * batch, 1e6)
+    return Step(request, "tower", Traced(graphs, parameters, "", ()), SEQUENCE * batch, 1e6)
 
 
 @pytest.fixture
@@ -100,7 +98,7 @@ def everything(memory_bytes, batches):
                     item = predict(
                         family.graphs(batch, World(16, factor)),
                         PROFILE,
-                        family.high.stored_bytes(factor),
+                        family.high.traced.stored_bytes(factor),
                         planner=planner,
                         tokens=SEQUENCE * batch,
                     )
@@ -153,7 +151,7 @@ def test_what_does_not_fit_is_named_with_how_much(asked):
 
 
 def test_replicas_that_cannot_fit_are_not_traced(asked):
-    held = traced("none", 1, 16, True).stored_bytes(1) * 4
+    held = traced("none", 1, 16, True).traced.stored_bytes(1) * 4
     found = search(asked, int(held / 0.9) - 1000, modes=("none",), batch=1)
     assert {item.factor for item in asked} == {16}
     assert not any(item.factor == 1 for item in found.best)
