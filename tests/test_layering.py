@@ -33,6 +33,7 @@ STACKS = {
         llama/build llama/trainer llama/train llama/__init__
         explainer/hardware explainer/options explainer/trace_errors explainer/target explainer/wrapping
         explainer/command
+        planner/request
         planner/emit/gpus planner/emit/guard planner/emit/_compat planner/emit/code planner/emit/attention
         planner/emit/ptx planner/emit/worker planner/emit/command planner/emit/__init__
         planner/options planner/extend planner/stack planner/allocator planner/peers planner/predict planner/compare

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from simplefsdp.llama.options import UsageError, answer
 from simplefsdp.planner.options import PlanOptions
+from simplefsdp.planner.request import Request
 
 if TYPE_CHECKING:
     from inductor_passes.costs.profiles import HardwareProfile
     from simplefsdp.explainer.hardware import Hardware
     from simplefsdp.planner.scale import ScalePoint
-    from simplefsdp.planner.step import Request, Step
+    from simplefsdp.planner.step import Step
 
 PROG = "simplefsdp plan"
 EXIT_FAILURE = 1
@@ -65,8 +66,6 @@ def _run(options: PlanOptions) -> int:
 
 
 def _request(options: PlanOptions) -> Request:
-    from simplefsdp.planner.step import Request
-
     return Request(
         model=options.model,
         seq=options.seq,
@@ -174,24 +173,14 @@ def _emit(options: PlanOptions, directory: Path) -> int:
     hardware = options.on_hardware()
     gpu = find_gpu(hardware.profile)
     assert gpu is not None  # checked with the options
-    request = EmitRequest(
-        gpu=gpu,
-        profile=hardware.profile,
-        model=options.model,
-        seq=options.seq,
+    step = dataclasses.replace(
+        _request(options),
         layers=None if options.is_own_model else options.layers or FEW_LAYERS,
-        batch=options.local_batch or 1,
-        ac=options.ac or "selective",
-        devices=options.gpus,
-        factor=options.sharding_factor or options.gpus,
-        precision=options.precision,
-        memory_budget_gb=options.memory_budget_gb,
-        reshard=options.reshard_after_forward,
         planner=options.planners[-1],
-        lower=options.emit_ptx,
     )
-    layers = "" if request.layers is None else f" with {request.layers} blocks"
-    title = f"{options.model}{layers} on {options.gpus} {hardware.name}, sharded over {request.factor}"
+    request = EmitRequest(step, gpu, hardware.profile, lower=options.emit_ptx)
+    layers = "" if step.layers is None else f" with {step.layers} blocks"
+    title = f"{options.model}{layers} on {options.gpus} {hardware.name}, sharded over {step.factor}"
     try:
         emitted = emit(request)
         files = save(emitted, title, directory)

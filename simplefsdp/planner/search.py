@@ -18,8 +18,9 @@ from inductor_passes.costs.profiles import HardwareProfile
 from simplefsdp.explainer.hardware import GIB
 from simplefsdp.explainer.options import CheckpointMode
 from simplefsdp.planner.predict import Prediction, predict, state_bytes
+from simplefsdp.planner.request import Request
 from simplefsdp.planner.rescale import World
-from simplefsdp.planner.step import Family, Request
+from simplefsdp.planner.step import Family
 from simplefsdp.planner.text import TIGHT_SHARE
 from simplefsdp.planner.tracing import Say, TraceAll
 

@@ -10,44 +10,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from simplefsdp.explainer.options import CheckpointMode
-from simplefsdp.explainer.target import find_target
 from simplefsdp.explainer.trace_errors import TraceError, explain_failure
 from simplefsdp.planner.build import Traced, trace
+from simplefsdp.planner.request import Request
 from simplefsdp.planner.rescale import World, at_batch, at_world
 
 if TYPE_CHECKING:
     from inductor_passes.costs.profiles import HardwareProfile
     from simplefsdp.explainer.facts import GraphFacts
     from simplefsdp.explainer.hardware import Hardware
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What to trace, so that another process can do it.
-
-    Args:
-        model, seq, ac, layers: as in the command line.
-        batch: sequences per device.
-        devices, factor: where.
-        precision, memory_budget_gb, reshard, whole: as in the command line.
-        planner: who plans what was traced.
-        eager: whether to read what eager mode would run, too.
-    """
-
-    model: str
-    seq: int | None
-    layers: int | None
-    batch: int
-    ac: CheckpointMode
-    devices: int
-    factor: int
-    precision: str
-    memory_budget_gb: float
-    reshard: bool
-    whole: bool
-    planner: str
-    eager: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +59,7 @@ def trace_step(request: Request, hardware: Hardware) -> Step:
         UsageError: what was asked for makes no sense; says what to change.
         TraceError: the model cannot be built or traced; says where and why.
     """
-    target = find_target(
-        request.model,
-        seq_len=request.seq,
-        local_batch=None if ":" in request.model else request.batch,
-        checkpointing=request.ac,
-        layers=request.layers,
-    )
+    target = request.find_target()
     with explain_failure(target.name):
         traced = trace(
             target,

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from simplefsdp.explainer.hardware import Hardware
-from simplefsdp.planner.step import Request, Step, trace_step
+from simplefsdp.planner.request import Request
+from simplefsdp.planner.step import Step, trace_step
 
 Say = Callable[[str], None]
 TraceAll = Callable[[Sequence[Request]], list[Step]]

@@ -14,6 +14,8 @@ from simplefsdp.cli import main
 from simplefsdp.planner.emit import guard
 from simplefsdp.planner.emit.gpus import GPUS, find_gpu
 from simplefsdp.planner.emit.ptx import kernels_of
+from simplefsdp.planner.emit.worker import EmitRequest
+from simplefsdp.planner.request import Request
 
 STEP = [
     "--model",
@@ -48,6 +50,22 @@ def test_the_code_of_forward_and_backward(tmp_path, capsys):
     assert "_scaled_dot_product_flash_attention.default(" in forward
     assert "_scaled_dot_product_flash_attention_backward.default(" in backward
     assert "for_cpu" not in forward
+
+
+def test_a_request_travels_as_text_without_torch():
+    step = Request("debug", 64, 1, 2, "full", 16, 8, "bf16", 4.0, True, False, "auto")
+    request = EmitRequest(step, "h100_sxm", "h100_sxm", lower=True)
+    program = (
+        "import sys\n"
+        "import simplefsdp.planner.emit.command\n"
+        "from simplefsdp.planner.emit.worker import EmitRequest\n"
+        "print(EmitRequest.from_json(sys.stdin.read()))\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=request.to_json(), check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, f"{request}\n"), done.stderr
 
 
 def test_hardware_without_a_gpu_is_refused(tmp_path, capsys):

@@ -17,9 +17,10 @@ from simplefsdp.cli import main
 from simplefsdp.explainer.hardware import GIB
 from simplefsdp.explainer.wrapping import wrap_options
 from simplefsdp.planner.build import Parameter, Traced
+from simplefsdp.planner.request import Request
 from simplefsdp.planner.rescale import RescaleError, World, at_batch, at_world
 from simplefsdp.planner.scale import DEVICES, Load, Scaling, loads, worlds
-from simplefsdp.planner.step import Request, Step
+from simplefsdp.planner.step import Step
 
 PROFILE = load_profile("h100_sxm")
 ROWS = 40  # divides by none of the factors above 8: padded there

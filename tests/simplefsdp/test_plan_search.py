@@ -17,9 +17,10 @@ from simplefsdp.planner.build import Parameter, Traced
 from simplefsdp.planner.found import command_of, findings_text
 from simplefsdp.planner.options import PlanOptions
 from simplefsdp.planner.predict import predict
+from simplefsdp.planner.request import Request
 from simplefsdp.planner.rescale import World
 from simplefsdp.planner.search import Search, Space, sharding_factors
-from simplefsdp.planner.step import Family, Request, Step
+from simplefsdp.planner.step import Family, Step
 from tests.simplefsdp.test_plan import Tower
 
 pytestmark = pytest.mark.timeout(500)  # a trace takes seconds, and many times that on a busy machine

@@ -69,7 +69,7 @@ def emit(request: EmitRequest) -> Emitted:
     """
     done = subprocess.run(
         [sys.executable, "-m", WORKER],
-        input=json.dumps(dataclasses.asdict(request)),
+        input=request.to_json(),
         check=False,
         capture_output=True,
         text=True,

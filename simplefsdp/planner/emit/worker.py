@@ -16,34 +16,41 @@ from typing import Any
 
 from simplefsdp.planner.emit.gpus import GPUS
 from simplefsdp.planner.emit.guard import GuardError, count_gpus, install_guard
+from simplefsdp.planner.request import Request
 
 
 @dataclasses.dataclass(frozen=True)
 class EmitRequest:
-    """What to write code for; fields as in `simplefsdp.planner.step.Request`, the key in `GPUS`, the hardware
-    profile, and whether kernels are to be lowered to PTX."""
+    """What to write code for.
 
+    Args:
+        step: the model and its world; every layer is compiled, in no eager mode.
+        gpu: key in `GPUS`.
+        profile: of the hardware, for the planner.
+        lower: whether kernels are to be lowered to PTX.
+    """
+
+    step: Request
     gpu: str
     profile: str
-    model: str
-    seq: int | None
-    layers: int | None
-    batch: int
-    ac: str
-    devices: int
-    factor: int
-    precision: str
-    memory_budget_gb: float
-    reshard: bool
-    planner: str
     lower: bool = False
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> EmitRequest:
+        """From the text that `to_json` makes."""
+        fields = json.loads(text)
+        return cls(**{**fields, "step": Request(**fields["step"])})
 
 
 def main() -> None:
     """Serve one request."""
     answer = sys.stdout
     sys.stdout = sys.stderr  # what a user's module prints must not come between
-    request = EmitRequest(**json.loads(sys.stdin.read()))
+    request = EmitRequest.from_json(sys.stdin.read())
     try:
         result = _serve(request)
     except GuardError as error:
@@ -96,7 +103,6 @@ def _write(request: EmitRequest, is_real: bool) -> tuple[dict[str, str], str]:
 
     from simplefsdp import _compat as front_compat
     from simplefsdp.api import simple_fsdp
-    from simplefsdp.explainer.target import find_target
     from simplefsdp.explainer.trace_errors import explain_failure
     from simplefsdp.explainer.world import fake_copy, fake_inputs
     from simplefsdp.explainer.wrapping import wrap_options
@@ -104,21 +110,16 @@ def _write(request: EmitRequest, is_real: bool) -> tuple[dict[str, str], str]:
     from simplefsdp.planner.emit.attention import flash_attention
     from simplefsdp.planner.emit.code import emitted_codes
 
-    target = find_target(
-        request.model,
-        seq_len=request.seq,
-        local_batch=None if ":" in request.model else request.batch,
-        checkpointing=request.ac,  # type: ignore[arg-type]
-        layers=request.layers,
-    )
+    step = request.step
+    target = step.find_target()
     wrap = wrap_options(
-        gpus=request.devices,
-        sharding_factor=request.factor,
-        precision=request.precision,
-        planner=request.planner,
+        gpus=step.devices,
+        sharding_factor=step.factor,
+        precision=step.precision,
+        planner=step.planner,
         blocks=("layers.*",),
-        memory_budget_gb=request.memory_budget_gb,
-        reshard_after_forward=request.reshard,
+        memory_budget_gb=step.memory_budget_gb,
+        reshard_after_forward=step.reshard,
         profile=request.profile,
     )
     attention = "as torch chooses on this device"
@@ -126,7 +127,7 @@ def _write(request: EmitRequest, is_real: bool) -> tuple[dict[str, str], str]:
     options = {} if is_real else {"shape_padding": False}
     with contextlib.ExitStack() as stack:
         stack.enter_context(explain_failure(target.name))
-        stack.enter_context(front_compat.fake_world(request.devices))
+        stack.enter_context(front_compat.fake_world(step.devices))
         if not is_real:
             stack.enter_context(_compat.posing_as(GPUS[request.gpu]))
             attention = (
@@ -136,7 +137,7 @@ def _write(request: EmitRequest, is_real: bool) -> tuple[dict[str, str], str]:
             stack.enter_context(_compat.without_generator_states())
             stack.enter_context(flash_attention())
         mode, cuda = front_compat.fake_mode(), torch.device("cuda", 0)
-        mesh = init_device_mesh("cuda", (request.devices,), mesh_dim_names=("dp",))
+        mesh = init_device_mesh("cuda", (step.devices,), mesh_dim_names=("dp",))
         model = fake_copy(target.model, mode, cuda)
         with mode:  # other ranks are not asked whether they have the same model
             model = simple_fsdp(model, mesh, **wrap)
