@@ -265,8 +265,7 @@ class ReorderHook(Hook):
             # The stock pass, which installation switched off for graphs of ours, still runs for all others.
             stock = setup is None and self.previous is not None and self.previous.stock_overlap
             return _compat.stock_overlap(snodes) if stock else snodes
-        if setup.config.kernel_costs is not None:
-            self._write_kernel_costs(setup, graph, snodes)
+        self._write_kernel_costs(setup, graph, snodes)
         order, failure = snodes, ""
         items: tuple[Any, ...] = ()
         try:

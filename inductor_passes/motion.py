@@ -188,14 +188,13 @@ def _times(
 
     def close() -> None:
         if light:
-            kernels = work.kernels([nodes[number] for number in light], nominal)
-            times[light[-1]] = sum(map(cost.compute_ns, kernels))
+            times[light[-1]] = work.time_ns([nodes[number] for number in light], nominal, cost)
             light.clear()
 
     for number, node in enumerate(nodes):
         if fxg.is_heavy(node):
             close()
-            times[number] = sum(map(cost.compute_ns, work.kernels([node], nominal)))
+            times[number] = work.time_ns([node], nominal, cost)
         elif node in fixed or fxg.is_wait(node) or fxg.is_barrier(node):
             close()
         elif node not in floating and fxg.is_tensor(node) and not fxg.is_comm(node) and not fxg.is_view(node):

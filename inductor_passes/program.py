@@ -78,7 +78,7 @@ def read_program(
     regions = walk.regions()
     nominal = work.nominal_size(graph)
     problem = make_problem(
-        region_ns=[sum(map(cost.compute_ns, work.kernels(nodes, nominal))) for nodes in regions],
+        region_ns=[work.time_ns(nodes, nominal, cost) for nodes in regions],
         starts=starts,
         windows=walk.windows(),
         cost=cost,

@@ -366,5 +366,5 @@ def _durations(snodes: Sequence[Any], cost: CostModel) -> list[int]:
         heavy = [node for node in nodes if fxg.is_heavy(node)]
         chosen = heavy if opaque and heavy else [node for node in nodes if not fxg.is_heavy(node)]
         chosen.sort(key=position.__getitem__)
-        durations.append(sum(map(cost.compute_ns, work.kernels(chosen, nominal))))
+        durations.append(work.time_ns(chosen, nominal, cost))
     return durations

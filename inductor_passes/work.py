@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from torch import fx
 
+    from inductor_passes.costs.model import CostModel
+
 # What all symbolic sizes of a graph multiply to: about the tokens one rank handles in one step of the published
 # Llama 3.1 runs (sequence 8192, local batch 1 or 2; torchtitan, December 2024).
 NOMINAL_SYMBOLIC_ELEMENTS = 8192
@@ -38,7 +40,12 @@ def nominal_size(graph: fx.Graph) -> int:
     return max(1, round(NOMINAL_SYMBOLIC_ELEMENTS ** (1 / len(symbols)))) if symbols else 1
 
 
-def kernels(nodes: Sequence[fx.Node], nominal: int) -> list[Work]:
+def time_ns(nodes: Sequence[fx.Node], nominal: int, cost: CostModel) -> int:
+    """Modelled time of consecutive nodes; arguments as of `kernels`, and the prices."""
+    return sum(map(cost.compute_ns, kernels(nodes, nominal, named=cost.knows_kernels())))
+
+
+def kernels(nodes: Sequence[fx.Node], nominal: int, *, named: bool = True) -> list[Work]:
     """The kernels that consecutive nodes become.
 
     Matrix products, convolutions and attention are a kernel each. All others are taken to fuse into one kernel, which
@@ -47,12 +54,13 @@ def kernels(nodes: Sequence[fx.Node], nominal: int) -> list[Work]:
     Args:
         nodes: compute nodes in graph order, without communication.
         nominal: what each symbolic size counts as.
+        named: name light operators by `light_key`, which takes time; needed only where kernel times are known.
     """
     heavy = [node for node in nodes if fxg.is_heavy(node)]
     light = list(filter(is_light, nodes))
     work = [_heavy_kernel(node, nominal) for node in heavy]
     if not all(map(fxg.is_view, light)):
-        work.append(_fused_kernel(light, nominal))
+        work.append(_fused_kernel(light, nominal, named))
     return work
 
 
@@ -87,7 +95,7 @@ def _heavy_kernel(node: fx.Node, nominal: int) -> Work:
     return Work(flops=int(flops), moved_bytes=moved, dtype=_dtype(node))
 
 
-def _fused_kernel(nodes: Sequence[fx.Node], nominal: int) -> Work:
+def _fused_kernel(nodes: Sequence[fx.Node], nominal: int, named: bool) -> Work:
     """One kernel of light nodes and the views between them, which stand for the tensor they view.
 
     What is only viewed is not read: the partitioner leaves views of saved activations wherever forward ends.
@@ -111,9 +119,8 @@ def _fused_kernel(nodes: Sequence[fx.Node], nominal: int) -> Work:
         if base[node] in inside and any(user not in inside for user in node.users)
     )
     moved = moved_bytes((*read, *written), nominal)
-    return Work(
-        moved_bytes=moved, dtype=_dtype(nodes[-1]), kernels=tuple(light_key(node, nominal) for node in nodes)
-    )
+    keys = tuple(light_key(node, nominal) for node in nodes) if named else ()
+    return Work(moved_bytes=moved, dtype=_dtype(nodes[-1]), kernels=keys)
 
 
 def moved_bytes(nodes: Iterable[fx.Node], nominal: int) -> int:

@@ -263,10 +263,13 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def fake_like(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
-    """A tensor without memory of the same kind, shape, layout and dtype; one on the meta device moves to the CPU."""
+def fake_like(tensor: torch.Tensor, mode: Any, device: torch.device | None = None) -> torch.Tensor:
+    """A tensor without memory of the same kind, shape, layout and dtype.
+
+    It pretends to be on `device`; None is where the tensor is, or the CPU for one on the meta device.
+    """
     if isinstance(tensor, DTensor):
-        local = fake_like(tensor._local_tensor, mode)
+        local = fake_like(tensor._local_tensor, mode, device)
         return DTensor.from_local(
             local,
             tensor.device_mesh,
@@ -275,7 +278,8 @@ def fake_like(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
             shape=tensor.shape,
             stride=tensor.stride(),
         )
-    device = torch.device("cpu") if tensor.is_meta else tensor.device
+    if device is None:
+        device = torch.device("cpu") if tensor.is_meta else tensor.device
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 

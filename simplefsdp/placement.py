@@ -104,8 +104,7 @@ class ShardSpec:
         """Rows along `shard_dim` that a rank of the shard group stores; None when each stores the whole."""
         if self.shard_dim is None:
             return None
-        begin = shard_rank * self.padded_rows
-        return max(0, min(self.padded_rows, self.shape[self.shard_dim] - begin))
+        return _span(self.shape[self.shard_dim], shard_rank, self.padded_rows)[1]
 
 
 def check_parameter(fqn: str, param: torch.Tensor) -> None:
@@ -209,10 +208,14 @@ def local_part(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Place
 
 
 def _rows_of(whole: torch.Tensor, dim: int, rank: int, rows: int) -> torch.Tensor:
+    return whole.narrow(dim, *_span(whole.shape[dim], rank, rows))
+
+
+def _span(size: int, rank: int, rows: int) -> tuple[int, int]:
+    """Where the part of a rank begins, and its length, when `size` is cut into parts of `rows`."""
     # Not `min`: where one process plays all ranks (LocalTensorMode), the rank is a symbolic int without an order.
-    size = whole.shape[dim]
     start = torch.sym_min(rank * rows, size)
-    return whole.narrow(dim, start, torch.sym_min(rows, size - start))
+    return start, torch.sym_min(rows, size - start)
 
 
 def to_sharded(

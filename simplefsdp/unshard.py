@@ -133,9 +133,7 @@ def remember(spec: ShardSpec, shard_rank: int) -> str:
         spec: the parameter's spec.
         shard_rank: this rank's position in the shard group.
     """
-    # One process may play all ranks at once, each with rows of its own (LocalTensorMode).
-    rows = spec.rows_of(shard_rank) if isinstance(shard_rank, int) else "all ranks'"
-    text = f"{spec!r}, {rows} rows"
+    text = f"{spec!r}, {spec.rows_of(shard_rank)} rows"
     if spec.tensor_parallel is not None:
         text += f" at {spec.tensor_parallel.mesh.get_coordinate()}"
     _SPECS[text] = spec

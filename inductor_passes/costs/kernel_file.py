@@ -17,7 +17,7 @@ import pathlib
 import tempfile
 from collections.abc import Mapping
 
-from inductor_passes.costs.profiles import HardwareProfile
+from inductor_passes.costs.profiles import HardwareProfile, is_count
 
 FORMAT = 1
 
@@ -41,9 +41,7 @@ def load_kernels(path: str | os.PathLike[str]) -> dict[str, int]:
             f"kernel costs {os.fspath(path)}: not JSON: {error}; delete it to start anew"
         ) from error
     kernels = data.get("kernels") if isinstance(data, dict) and data.get("format") == FORMAT else None
-    if not isinstance(kernels, dict) or not all(
-        type(value) is int and value >= 0 for value in kernels.values()
-    ):
+    if not isinstance(kernels, dict) or not all(map(is_count, kernels.values())):
         raise ValueError(
             f'kernel costs {os.fspath(path)}: need "format": {FORMAT} and "kernels" of whole ns >= 0; delete it to '
             "start anew"

@@ -26,6 +26,10 @@ class CostModel(Protocol):
         """Time of one kernel."""
         ...
 
+    def knows_kernels(self) -> bool:
+        """Whether it has times of kernels by name; without, nobody needs to name them."""
+        ...
+
     def alpha_ns(self, kind: str, topology: GroupTopology) -> int:
         """Fixed part of a collective's time, saved once for each collective merged into another."""
         ...
@@ -58,6 +62,9 @@ class ProfileCostModel:
 
     def compute_ns(self, work: Work) -> int:
         return ComputeModel(self.profile).time_ns(work)
+
+    def knows_kernels(self) -> bool:
+        return bool(self.profile.kernels)
 
     def alpha_ns(self, kind: str, topology: GroupTopology) -> int:
         return CollectiveModel(self.profile).alpha_ns(kind, topology)

@@ -187,7 +187,7 @@ def parse_profile(text: str, *, where: str = "profile") -> HardwareProfile:
     if not isinstance(device_names, list) or not all(isinstance(item, str) and item for item in device_names):
         raise ValueError(f'hardware profile {where}: "device_names" must be a list of non-empty text')
     kernels = data.get("kernels", {})
-    if not isinstance(kernels, dict) or not all(_is_count(value) for value in kernels.values()):
+    if not isinstance(kernels, dict) or not all(is_count(value) for value in kernels.values()):
         raise ValueError(f'hardware profile {where}: "kernels" must map kernel keys to whole ns >= 0')
     return HardwareProfile(
         name=name,
@@ -218,7 +218,7 @@ def _constants(data: Any, where: str) -> dict[str, Constant]:
         if item["unit"] != unit:
             raise ValueError(f"hardware profile {where}: {key} must be in {unit!r}, got {item['unit']!r}")
         least = 0 if key in _MAY_BE_ZERO else 1
-        if not _is_count(item["value"]) or item["value"] < least:
+        if not is_count(item["value"]) or item["value"] < least:
             raise ValueError(
                 f"hardware profile {where}: {key} must be a whole number >= {least}, got {item['value']!r}"
             )
@@ -254,12 +254,13 @@ def _collective(data: Any, where: str) -> MeasuredCollective:
         ("alpha_ns", 0),
         ("bandwidth", 1),
     ):
-        if not _is_count(data[key]) or data[key] < least:
+        if not is_count(data[key]) or data[key] < least:
             raise ValueError(
                 f"hardware profile {where}: {data['kind']} {key} must be a whole number >= {least}"
             )
     return MeasuredCollective(**data)
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
+    """Whether a value read from JSON is a whole number >= 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -92,12 +92,9 @@ def read_eager(
         blocks: as in `PassConfig.blocks`.
 
     Returns:
-        Forward and backward; None if there is no backward, or communication other than gathers and reduce-scatters of
-        parameters over one group.
+        Forward and backward; None if there is no backward, or communication of the model's own.
     """
-    starts = fxg.starts(joint)
-    ours = {Role.GATHER: fxg.ALL_GATHER, Role.REDUCE: fxg.REDUCE_SCATTER}
-    if any(ours.get(role_of(start)) != fxg.get_kind(start) for start in starts):
+    if any(role_of(start) is Role.FIXED for start in fxg.starts(joint)):
         return None
     reader = _Reader(joint)
     if not reader.steps["backward"]:
@@ -200,14 +197,19 @@ class _Reader:
         end = len(steps)
         used = self._uses(kind)
         ready = self._reductions(kind)
+        traced = {start: first for start, (first, _) in used.items()}
+        traced |= {start: slot for start, (slot, _) in ready.items()}
+        starts = sorted(traced, key=traced.__getitem__)
+        number_of_start = {start: number for number, start in enumerate(starts)}
+        sent_on = {start: before for start in ready if (before := _reduced_before(start)) is not None}
         windows = {start: Window(0, first, first, ()) for start, (first, _) in used.items()}
-        windows |= {start: Window(slot, end, end, ()) for start, (slot, _) in ready.items()}
-        traced = {start: used[start][0] if start in used else ready[start][0] for start in windows}
-        starts = sorted(windows, key=traced.__getitem__)
+        for start, (slot, _) in ready.items():
+            depends_on = (number_of_start[sent_on[start]],) if start in sent_on else ()
+            windows[start] = Window(slot, end, end, depends_on)
         for step in steps:
             if step.kernel not in self._priced:
                 nodes = step.kernel.nodes
-                time_ns = sum(map(cost.compute_ns, work.kernels(nodes, self._nominal)))
+                time_ns = work.time_ns(nodes, self._nominal, cost)
                 self._priced[step.kernel] = (region_of_kernel(nodes, self._nominal), time_ns)
         problem = make_problem(
             region_ns=[self._priced[step.kernel][1] for step in steps],
@@ -220,13 +222,15 @@ class _Reader:
         regions = tuple(self._priced[step.kernel][0] for step in steps)
         tensors = self._tensors(kind, {memory for _, memory in ready.values()}, regions)
         number_of = {memory: number for number, (memory, value) in enumerate(tensors) if value.born != BEFORE}
+        last_use = {start: last for start, (_, last) in used.items()}
+        last_use |= {before: ready[start][0] for start, before in sent_on.items()}
         traffic = tuple(
             Traffic(
                 sent_bytes=work.moved_bytes([fxg.input_of(start)], self._nominal),
                 received_bytes=work.moved_bytes([start], self._nominal),
-                source=number_of[ready[start][1]] if start in ready else None,
-                copied=True,
-                last_use=used[start][1] if start in used else end,
+                source=number_of[ready[start][1]] if start in ready and start not in sent_on else None,
+                copied=start not in sent_on,
+                last_use=last_use.get(start, end),
             )
             for start in starts
         )
@@ -334,7 +338,17 @@ def _gathered_parameters(joint: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def _is_reduction(start: fx.Node) -> bool:
-    return fxg.find_kind(start) == fxg.REDUCE_SCATTER
+    return role_of(start) is Role.REDUCE
+
+
+def _reduced_before(start: fx.Node) -> fx.Node | None:
+    """The reduction whose result a reduction sends on, as between replicas in hybrid sharding."""
+    node = fxg.input_of(start)
+    while fxg.find_tag(node) is not None:
+        if fxg.is_start(node):
+            return node
+        node = node.all_input_nodes[0]
+    return None
 
 
 def _gradient_of(start: fx.Node) -> fx.Node:

@@ -146,7 +146,7 @@ def region_of_kernel(nodes: Sequence[fx.Node], nominal: int) -> Region:
     """The region that nodes make up: where they were traced, what they compute, their operations."""
     heavy = [node for node in nodes if fxg.is_heavy(node)]
     module = module_of(heavy or nodes)
-    flops = sum(item.flops for item in work.kernels(nodes, nominal))
+    flops = sum(item.flops for item in work.kernels(nodes, nominal, named=False))
     return Region(f"{module or 'model'} {summary_of(nodes)}", module, flops)
 
 

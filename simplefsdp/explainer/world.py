@@ -29,11 +29,11 @@ def fake_copy(module: ModuleT, mode: Any, device: torch.device | None = None) ->
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         fake = nn.Parameter(
-            _fake_like(parameter.detach(), mode, device), requires_grad=parameter.requires_grad
+            _compat.fake_like(parameter.detach(), mode, device), requires_grad=parameter.requires_grad
         )
         memo[id(parameter)] = fake
     for buffer in module.buffers():
-        memo[id(buffer)] = _fake_like(buffer, mode, device)
+        memo[id(buffer)] = _compat.fake_like(buffer, mode, device)
     return copy.deepcopy(module, memo)
 
 
@@ -66,13 +66,6 @@ def fake_inputs(inputs: Any, mode: Any, device: torch.device | None = None) -> A
     """The same arguments with tensors that have no memory; `device` as for `fake_copy`."""
     return _compat.tree_map_only(
         torch.Tensor,
-        lambda tensor: _fake_like(tensor, mode, device).requires_grad_(tensor.requires_grad),
+        lambda tensor: _compat.fake_like(tensor, mode, device).requires_grad_(tensor.requires_grad),
         inputs,
     )
-
-
-def _fake_like(tensor: torch.Tensor, mode: Any, device: torch.device | None) -> torch.Tensor:
-    if device is None:
-        return _compat.fake_like(tensor, mode)
-    with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
