@@ -70,40 +70,39 @@ def apply_activation_checkpointing(model: Llama, mode: CheckpointMode) -> None:
         layer.__class__ = kinds[mode]
 
 
-# Nothing in a block draws random numbers, so there is no generator state to preserve.
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""Those of a forward and of its recomputation."""
+
+
+def checkpointed(
+    forward: Callable[[Tensor, RotaryEmbedding], Tensor],
+    x: Tensor,
+    rope: RotaryEmbedding,
+    contexts: Callable[[], Contexts] | None = None,
+) -> Tensor:
+    """Run a block's forward, and again in backward.
+
+    Args:
+        forward: the block's own.
+        x, rope: its arguments.
+        contexts: make what decides what is kept; None keeps the arguments alone.
+    """
+    # torch 2.13: Dynamo refuses `context_fn=noop_context_fn`, though it is the default.
+    more: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+    # Nothing in a block draws random numbers, so there is no generator state to preserve.
+    out = checkpoint(forward, x, rope, use_reentrant=False, preserve_rng_state=False, **more)
+    return cast(Tensor, out)
 
 
 class _FullyCheckpointedBlock(Block):
     def forward(self, x: Tensor, rope: RotaryEmbedding) -> Tensor:
-        if x.device.type == "cpu" and torch.compiler.is_compiling():
-            out = checkpoint(
-                super().forward,
-                x,
-                rope,
-                use_reentrant=False,
-                preserve_rng_state=False,
-                context_fn=_attention_keeping_contexts,
-            )
-        else:  # torch 2.13: Dynamo refuses `context_fn=noop_context_fn`, though it is the default
-            out = checkpoint(super().forward, x, rope, use_reentrant=False, preserve_rng_state=False)
-        return cast(Tensor, out)
+        keeps_attention = x.device.type == "cpu" and torch.compiler.is_compiling()
+        return checkpointed(super().forward, x, rope, attention_kept if keeps_attention else None)
 
 
 class _SelectivelyCheckpointedBlock(Block):
     def forward(self, x: Tensor, rope: RotaryEmbedding) -> Tensor:
-        out = checkpoint(
-            super().forward,
-            x,
-            rope,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=_selective_contexts,
-        )
-        return cast(Tensor, out)
-
-
-_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-_ContextFn = Callable[[], _Contexts]
+        return checkpointed(super().forward, x, rope, _selective_contexts)
 
 
 ATTENTION_OPS = frozenset(
@@ -117,8 +116,17 @@ ATTENTION_OPS = frozenset(
 """What ``scaled_dot_product_attention`` becomes on CUDA and CPU, unless it falls back to plain products."""
 
 
-def _selective_contexts() -> _Contexts:
-    """Contexts of one forward of one block and of its recomputation; see [Note: what selective keeps]."""
+def _selective_contexts() -> Contexts:
+    """See [Note: what selective keeps]."""
+    return every_second_product_kept(0)
+
+
+def every_second_product_kept(remainder: int) -> Contexts:
+    """Keep attention and half of a block's matrix products.
+
+    Args:
+        remainder: 0 keeps the second product, the fourth and so on, 1 the first, the third and so on.
+    """
     products: Counter[bool] = Counter()  # by whether this is the recomputation
 
     def policy(
@@ -128,15 +136,15 @@ def _selective_contexts() -> _Contexts:
             return CheckpointPolicy.MUST_SAVE
         if op is torch.ops.aten.mm.default:
             products[context.is_recompute] += 1
-            if products[context.is_recompute] % 2 == 0:
+            if products[context.is_recompute] % 2 == remainder:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts: _Contexts = create_selective_checkpoint_contexts(policy)
+    contexts: Contexts = create_selective_checkpoint_contexts(policy)
     return contexts
 
 
-def _attention_keeping_contexts() -> _Contexts:
+def attention_kept() -> Contexts:
     """Recompute everything but attention: a workaround for compiled graphs on CPU.
 
     To recompute a random operator, and attention counts as one, torch's partitioner appends generator
@@ -145,5 +153,5 @@ def _attention_keeping_contexts() -> _Contexts:
     2.13; CUDA passes the states another way). Delete when ``functionalize_rng_ops`` of
     ``torch/_functorch/partitioners.py`` counts the saved meshes.
     """
-    contexts: _Contexts = create_selective_checkpoint_contexts(list(ATTENTION_OPS))
+    contexts: Contexts = create_selective_checkpoint_contexts(list(ATTENTION_OPS))
     return contexts

@@ -18,22 +18,13 @@ and 400 Gb/s per device between hosts. What its code of that time says, and the 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-import torch
 from torch import Tensor
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    SelectiveCheckpointContext,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 from simplefsdp.explainer.hardware import GIB, find_hardware
 from simplefsdp.explainer.target import find_target
-from simplefsdp.llama.checkpointing import ATTENTION_OPS
+from simplefsdp.llama.checkpointing import Contexts, checkpointed, every_second_product_kept
 from simplefsdp.llama.model import Block, Llama, RotaryEmbedding
 from simplefsdp.planner.build import trace
 from simplefsdp.planner.peers import FSDP2_COMPILED, FSDP2_EAGER, compile_blocks, plan_fsdp2
@@ -136,29 +127,8 @@ def keep_odd_products(model: Llama) -> None:
 
 class _PublishedBlock(Block):
     def forward(self, x: Tensor, rope: RotaryEmbedding) -> Tensor:
-        out = checkpoint(
-            super().forward,
-            x,
-            rope,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=_keeping_odd_products,
-        )
-        return cast(Tensor, out)
+        return checkpointed(super().forward, x, rope, _odd_products_kept)
 
 
-def _keeping_odd_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    products: Counter[bool] = Counter()  # by whether this is the recomputation
-
-    def policy(
-        context: SelectiveCheckpointContext, op: object, *args: object, **kwargs: object
-    ) -> CheckpointPolicy:
-        is_product = op is torch.ops.aten.mm.default
-        products[context.is_recompute] += is_product
-        odd = is_product and products[context.is_recompute] % 2 == 1
-        return CheckpointPolicy.MUST_SAVE if odd or op in ATTENTION_OPS else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = (
-        create_selective_checkpoint_contexts(policy)
-    )
-    return contexts
+def _odd_products_kept() -> Contexts:
+    return every_second_product_kept(1)

@@ -6,14 +6,12 @@ import dataclasses
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import simplefsdp
 from simplefsdp import simple_fsdp
 from simplefsdp.explainer.facts import BEFORE, Memory
 from simplefsdp.explainer.schedule import Holding, Stream, Timeline, make_timeline
-from simplefsdp.llama import checkpointing
-from simplefsdp.llama.checkpointing import apply_activation_checkpointing
+from simplefsdp.llama.checkpointing import apply_activation_checkpointing, attention_kept, checkpointed
 from simplefsdp.llama.config import get_config
 from simplefsdp.llama.model import Block, Llama
 from simplefsdp.planner.allocator import LARGE_PAGE_BYTES, SMALL_PAGE_BYTES, Segment, reserved_bytes
@@ -28,10 +26,7 @@ class AttentionKeepingBlock(Block):
     """What "full" is where it is traced for the CPU, in a run too."""
 
     def forward(self, x, rope):
-        contexts = checkpointing._attention_keeping_contexts
-        return checkpoint(
-            super().forward, x, rope, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
-        )
+        return checkpointed(super().forward, x, rope, attention_kept)
 
 
 def llama(mode: str) -> Llama:
