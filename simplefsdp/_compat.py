@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ __all__ = [
     "TorchDispatchMode",
     "all_gather",
     "all_reduce",
+    "compilations",
     "concatenate_meshes",
-    "count_compilations",
     "fake_like",
     "fake_mode",
     "fake_world",
@@ -294,19 +294,18 @@ def find_graph_break(graph: torch.fx.GraphModule) -> tuple[str, str] | None:
     return str(reason.reason).strip().splitlines()[0], place
 
 
-def recompile_reasons(after: int = 0) -> list[tuple[str, str]]:
-    """Why Dynamo compiled code again, and which ("file.py:12"), for compilations numbered `after` and later."""
+def compilations() -> list[Any]:
+    """What Dynamo remembers of its last compilations, oldest first; it forgets all but the last dozens."""
     from torch._dynamo.utils import get_compilation_metrics
 
+    return list(get_compilation_metrics())
+
+
+def recompile_reasons(known: Iterable[Any]) -> list[tuple[str, str]]:
+    """Why Dynamo compiled code again, and which ("file.py:12"), in compilations that are not `known`."""
+    old = set(map(id, known))
     return [
         (str(item.recompile_reason).strip().splitlines()[0], f"{item.co_filename}:{item.co_firstlineno}")
-        for item in get_compilation_metrics()[after:]
-        if getattr(item, "recompile_reason", None)
+        for item in compilations()
+        if id(item) not in old and getattr(item, "recompile_reason", None)
     ]
-
-
-def count_compilations() -> int:
-    """How many compilations Dynamo remembers."""
-    from torch._dynamo.utils import get_compilation_metrics
-
-    return len(get_compilation_metrics())

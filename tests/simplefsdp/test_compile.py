@@ -120,6 +120,15 @@ def test_equal_blocks_with_other_policies_or_meshes_compile_apart(world_of_four)
     assert counter.frame_count == 4
 
 
+def test_each_class_has_compilations_of_its_own(world_of_four):
+    counter = CompileCounterWithBackend("eager")
+    kinds = [type(f"Block{number}", (Block,), {}) for number in range(3)]
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for kind in kinds:
+            torch.compile(simple_fsdp(kind()), backend=counter, fullgraph=True)(torch.ones(2, 12))
+    assert counter.frame_count == len(kinds)
+
+
 def test_lengths_that_vary_need_two_graphs_at_most(world_of_four):
     model = simple_fsdp(make_net(layers=1))
     recorder = GraphRecorder()

@@ -37,6 +37,16 @@ class Broken(Net):
         return self.down(x)
 
 
+class Counting(Net):
+    """The same, scaled by the number of calls, which Dynamo takes for a constant."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
 @pytest.fixture(scope="module")
 def report():
     config = PassConfig(planner="block", blocks=("layers.*",))
@@ -174,6 +184,25 @@ def test_a_graph_break_is_pointed_out_with_its_place():
     place = Broken.forward.__code__.co_firstlineno + 2
     assert line.startswith(f"graph break at {__file__}:{place}: ")
     assert line in str(report)
+
+
+def test_a_recompile_is_pointed_out_although_dynamo_forgets_what_it_compiled():
+    torch._dynamo.utils.set_compilation_metrics_limit(2)
+    try:
+        for _ in range(2):
+            report = simplefsdp.explain(Counting(), torch.ones(2, 8), ranks=2, profile="h100_sxm")
+            assert [line for line in report.warnings if "recompile" in line and "calls" in line]
+    finally:
+        torch._dynamo.utils.set_compilation_metrics_limit(
+            torch._dynamo.utils.DEFAULT_COMPILATION_METRICS_LIMIT
+        )
+
+
+def test_one_class_is_explained_more_often_than_dynamo_compiles_one_code():
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for ranks in (2, 4):
+            report = simplefsdp.explain(Net(), torch.ones(2, 8), ranks=ranks, profile="h100_sxm")
+            assert [facts.kind for facts in report.graphs] == ["forward", "backward"]
 
 
 def test_hybrid_sharding_has_a_row_for_each_group():
