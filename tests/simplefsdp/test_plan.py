@@ -9,15 +9,12 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-import simplefsdp
 from inductor_passes.costs.profiles import load_profile
 from simplefsdp.cli import main
 from simplefsdp.explainer.facts import BEFORE
 from simplefsdp.explainer.hardware import GIB, find_hardware
 from simplefsdp.explainer.schedule import make_timeline
-from simplefsdp.explainer.wrapping import wrap_options
 from simplefsdp.llama.config import get_config
 from simplefsdp.llama.model import Llama
 from simplefsdp.planner.build import Parameter, Traced
@@ -25,34 +22,7 @@ from simplefsdp.planner.extend import TRACED_LAYERS, ExtensionError, extend
 from simplefsdp.planner.predict import MemorySplit, predict, state_bytes
 from simplefsdp.planner.stack import cut, find_stack, restore
 from simplefsdp.planner.text import fit_text
-
-
-class Layer(nn.Module):
-    """A residual layer of two parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(16, 48, bias=False)
-        self.down = nn.Linear(48, 16, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Tower(nn.Module):
-    """An embedding, equal checkpointed layers and a head."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(40, 16)
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
-        self.head = nn.Linear(16, 40, bias=False)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return self.head(x)
+from tests.helpers.tower import Tower, explained
 
 
 def build():
@@ -61,19 +31,7 @@ def build():
 
 
 def facts_of(make, layers):
-    wrap = wrap_options(
-        gpus=16,
-        sharding_factor=4,
-        precision="bf16",
-        planner="greedy",
-        blocks=("layers.*",),
-        memory_budget_gb=4.0,
-        reshard_after_forward=True,
-        profile="h100_sxm",
-    )
-    with torch.device("meta"):
-        model, tokens = make(layers), torch.zeros(4, 32, dtype=torch.int64)
-    return simplefsdp.explain(model, tokens, ranks=16, wrap=wrap).graphs
+    return explained(lambda: make(layers), sharding_factor=4, planner="greedy").graphs
 
 
 @pytest.fixture(scope="module")

@@ -11,16 +11,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import simplefsdp
 from inductor_passes.costs.profiles import load_profile
 from simplefsdp.cli import main
 from simplefsdp.explainer.hardware import GIB
-from simplefsdp.explainer.wrapping import wrap_options
 from simplefsdp.planner.build import Parameter, Traced
 from simplefsdp.planner.request import Request
 from simplefsdp.planner.rescale import RescaleError, World, at_batch, at_world
 from simplefsdp.planner.scale import DEVICES, Load, Scaling, loads, worlds
 from simplefsdp.planner.step import Step
+from tests.helpers.tower import explained
 
 PROFILE = load_profile("h100_sxm")
 ROWS = 40  # divides by none of the factors above 8: padded there
@@ -53,19 +52,8 @@ def build():
 @functools.cache
 def facts_of(devices, factor, batch=4):
     torch.compiler.reset()
-    wrap = wrap_options(
-        gpus=devices,
-        sharding_factor=factor,
-        precision="bf16",
-        planner="greedy",
-        blocks=(),
-        memory_budget_gb=4.0,
-        reshard_after_forward=True,
-        profile="h100_sxm",
-    )
-    with torch.device("meta"):
-        model, tokens = Small(), torch.zeros(batch, 32, dtype=torch.int64)
-    return simplefsdp.explain(model, tokens, ranks=devices, wrap=wrap).graphs
+    report = explained(Small, ranks=devices, batch=batch, sharding_factor=factor, planner="greedy", blocks=())
+    return report.graphs
 
 
 def rows():

@@ -8,11 +8,9 @@ import functools
 import pytest
 import torch
 
-import simplefsdp
 from inductor_passes.costs.profiles import load_profile
 from simplefsdp.cli import main
 from simplefsdp.explainer.hardware import GIB, find_hardware
-from simplefsdp.explainer.wrapping import wrap_options
 from simplefsdp.planner.build import Parameter, Traced
 from simplefsdp.planner.found import command_of, findings_text
 from simplefsdp.planner.options import PlanOptions
@@ -21,7 +19,7 @@ from simplefsdp.planner.request import Request
 from simplefsdp.planner.rescale import World
 from simplefsdp.planner.search import Search, Space, sharding_factors
 from simplefsdp.planner.step import Family, Step
-from tests.simplefsdp.test_plan import Tower
+from tests.helpers.tower import Tower, explained
 
 pytestmark = pytest.mark.timeout(500)  # a trace takes seconds, and many times that on a busy machine
 
@@ -31,35 +29,15 @@ PLANNERS = ("none", "greedy")
 SEQUENCE = 2048
 
 
-class Kept(Tower):
-    """The same layers without checkpointing: faster, and more to keep."""
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 @functools.cache
 def traced(mode, batch, factor, reshard):
     """A step of one layer on 16 ranks."""
     torch.compiler.reset()
-    wrap = wrap_options(
-        gpus=16,
-        sharding_factor=factor,
-        precision="bf16",
-        planner="none",
-        blocks=("layers.*",),
-        memory_budget_gb=4.0,
-        reshard_after_forward=reshard,
-        profile="h100_sxm",
-    )
-    with torch.device("meta"):
-        model = (Kept if mode == "none" else Tower)(1)
-        tokens = torch.zeros(batch, SEQUENCE, dtype=torch.int64)
-    graphs = simplefsdp.explain(model, tokens, ranks=16, wrap=wrap).graphs
-    parameters = {name: Parameter.of(item) for name, item in model.named_parameters()}
+    make = functools.partial(Tower, 1, is_checkpointed=mode == "full")
+    graphs = explained(
+        make, batch=batch, sequence=SEQUENCE, sharding_factor=factor, reshard_after_forward=reshard
+    ).graphs
+    parameters = {name: Parameter.of(item) for name, item in make().named_parameters()}
     request = dataclasses.replace(BASE, ac=mode, batch=batch, factor=factor, reshard=reshard)
     return Step(request, "tower", Traced(graphs, parameters, "", ()), SEQUENCE * batch, 1e6)
 
