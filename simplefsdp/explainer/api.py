@@ -97,10 +97,9 @@ def explain(
             setups, pinned = (make_setup(passes),), True
             copied = simple_fsdp(fake_copy(model, mode), **options)
             capture = _trace(copied, fake_inputs(inputs, mode), setups, pinned, loss, eager)
-    names = list(dict.fromkeys(setup.profile.name for setup in setups))
     return Report(
         title=f"{name} on {ranks} ranks",
-        profile=names[-1],
+        profile=", ".join(capture.profiles) or setups[-1].profile.name,
         graphs=tuple(capture.graphs),
         dumps=tuple(capture.dumps),
         interruptions=tuple(capture.interruptions),

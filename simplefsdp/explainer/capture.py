@@ -81,6 +81,7 @@ class Capture:
         eager: forward and backward of eager mode for every joint graph, where asked for and where it can be read.
         dumps: each graph before and after each pass.
         interruptions: graph breaks, in order.
+        profiles: names of the hardware profiles that planned, each once.
         compiled: number of graphs Dynamo handed over.
     """
 
@@ -94,6 +95,7 @@ class Capture:
         self.eager: list[GraphFacts] = []
         self.dumps: list[Dump] = []
         self.interruptions: list[Interruption] = []
+        self.profiles: dict[str, None] = {}
         self.compiled = 0
         self._backend = aot_autograd_backend(
             fw_compiler=self._compiler("forward"),
@@ -139,6 +141,7 @@ class Capture:
             return
         merge_waits(graph)
         profile = setup.profile
+        self.profiles[profile.name] = None
         program = read_program(
             graph,
             ProfileCostModel(profile),

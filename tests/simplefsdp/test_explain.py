@@ -160,6 +160,7 @@ def test_equal_models_give_equal_reports():
 def test_a_wrapped_model_is_explained_on_its_process_group_and_left_as_it_was():
     with world(RANKS):
         model = simple_fsdp(Mlp(), passes=PassConfig(planner="none", profile="h100_sxm"))
+        simple_fsdp(Mlp(), passes=PassConfig(profile="cpu_gloo"))  # another one, installed later
         before = dict(model.named_parameters())
         report = simplefsdp.explain(model, torch.ones(4, 16))
         assert dict(model.named_parameters()) == before
