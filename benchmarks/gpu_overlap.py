@@ -46,14 +46,16 @@ from benchmarks.lanes import Lane, Stream, Thread
 from benchmarks.modelled_group import World, first_shard, modelled_world, repeat_first_shards
 from benchmarks.names import AUTO, COMPUTE, FSDP2, NO_PASSES, NONE
 from benchmarks.record import RESULTS, command_line, conditions, markdown, quartiles, write
+from benchmarks.rounds import in_turn, not_reached, reason_of
+from benchmarks.workload import Workload, add_arguments, from_options, optimizer_of
 from inductor_passes.costs.measure import EFFORTS, copy_bandwidth
-from simplefsdp.llama.config import LlamaConfig
-from simplefsdp.llama.model import Llama
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
+
+    from simplefsdp.llama.model import Llama
 
 NO_GPU = 2
 """Exit code without a GPU."""
@@ -63,35 +65,20 @@ _WARMUP_STEPS = 2
 _MIB = 2**20
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """The model and the step. The defaults are layers of Llama 3.1 8B, with few tokens: communication is about half."""
-
-    dim: int = 4096
-    layers: int = 8
-    heads: int = 32
-    kv_heads: int = 8
-    ffn_dim: int = 14_336
-    vocab_size: int = 32_768
-    batch: int = 1
-    sequence: int = 2048
-    rounds: int = 5
-    steps: int = 2
-
-    def config(self) -> LlamaConfig:
-        """The Llama's configuration."""
-        return LlamaConfig(
-            dim=self.dim,
-            n_layers=self.layers,
-            n_heads=self.heads,
-            n_kv_heads=self.kv_heads,
-            ffn_dim=self.ffn_dim,
-            vocab_size=self.vocab_size,
-            max_seq_len=self.sequence,
-        )
-
-
-REHEARSAL = Shape(
+WORKLOAD = Workload(
+    dim=4096,
+    layers=8,
+    heads=32,
+    kv_heads=8,
+    ffn_dim=14_336,
+    vocab_size=32_768,
+    batch=1,
+    sequence=2048,
+    rounds=5,
+    steps=2,
+)
+"""Layers of Llama 3.1 8B, with few tokens: communication is about half."""
+REHEARSAL = Workload(
     dim=64,
     layers=1,
     heads=2,
@@ -133,26 +120,23 @@ class Bench:
     """Sets contestants up and measures them, as the first rank of a modelled world.
 
     Args:
-        shape: what is trained.
+        workload: what is trained.
         world: the modelled world.
         mesh: all its ranks.
         device: the GPU, or the CPU in a rehearsal.
     """
 
-    def __init__(self, shape: Shape, world: World, mesh: DeviceMesh, device: torch.device) -> None:
-        self.shape, self.world, self.mesh, self.device = shape, world, mesh, device
+    def __init__(self, workload: Workload, world: World, mesh: DeviceMesh, device: torch.device) -> None:
+        self.workload, self.world, self.mesh, self.device = workload, world, mesh, device
         self.entries: dict[str, Entry] = {}
         self.failures: dict[str, str] = {}
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(shape.vocab_size, (shape.batch, shape.sequence + 1), generator=generator)
-        self.batch = (tokens[:, :-1].contiguous().to(device), tokens[:, 1:].contiguous().to(device))
+        self.batch = [tokens.to(device) for tokens in workload.tokens(0)]
         self._reference: list[torch.Tensor] = []
 
     def model(self) -> Llama:
         """The model with the weights that every rank gathers, fp32."""
-        torch.manual_seed(0)
         with self.device:
-            model = Llama(self.shape.config())
+            model = self.workload.model()
         repeat_first_shards(model.parameters(), self.mesh.size())
         return model
 
@@ -164,7 +148,7 @@ class Bench:
             model.rope.reset_tables()
         ranks = self.mesh.size()
         shards = [nn.Parameter(first_shard(p.detach(), ranks).float().clone()) for p in model.parameters()]
-        optimizer = torch.optim.AdamW(shards, lr=1e-4, fused=True)
+        optimizer = optimizer_of(shards)
         forward = torch.compile(model, fullgraph=True)
 
         def gradients() -> list[torch.Tensor]:
@@ -183,7 +167,7 @@ class Bench:
         try:
             model = self.model()
             forward = contestant.build(model, self.mesh)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+            optimizer = optimizer_of(list(model.parameters()))
 
             def gradients() -> list[torch.Tensor]:
                 return [_local(p.grad).float() for p in model.parameters() if p.grad is not None]
@@ -194,14 +178,13 @@ class Bench:
 
             self._enter(contestant.name, forward, gradients, finish)
         except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
-            self.failures[contestant.name] = f"{type(error).__name__}: {lines[0]}"
+            self.failures[contestant.name] = reason_of(error)
 
     def measure(self) -> None:
         """Time everything that was set up, in rounds, with the network and without."""
         names = list(self.entries)
-        for turn in range(self.shape.rounds):
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for turn in range(self.workload.rounds):
+            for name in in_turn(names, turn):
                 entry = self.entries[name]
                 self.world.timed = False
                 entry.instant_s.append(self._seconds(entry.step))
@@ -252,10 +235,10 @@ class Bench:
     def _seconds(self, step: Callable[[], None]) -> float:
         self._synchronize()
         begin = time.perf_counter()
-        for _ in range(self.shape.steps):
+        for _ in range(self.workload.steps):
             step()
         self._synchronize()
-        return (time.perf_counter() - begin) / self.shape.steps
+        return (time.perf_counter() - begin) / self.workload.steps
 
     def _peak_bytes(self, step: Callable[[], None]) -> int:
         """Most bytes the allocator held in a step, beyond what was held before it; 0 on the CPU."""
@@ -299,7 +282,7 @@ def _relative_error(found: Sequence[torch.Tensor], reference: Sequence[torch.Ten
 
 def record(bench: Bench, command: str, load: Sequence[float], profile: str, notes: Sequence[str]) -> str:
     """The text of the result file."""
-    shape = bench.shape
+    workload = bench.workload
     rows: list[Sequence[object]] = []
     for name, entry in bench.entries.items():
         step, instant = statistics.median(entry.timed_s), statistics.median(entry.instant_s)
@@ -333,14 +316,15 @@ def record(bench: Bench, command: str, load: Sequence[float], profile: str, note
         ),
         *("peak above start, MiB", "first loss", "last loss", "gradient error", "set-up, s"),
     )
-    model = f"Llama of {shape.config().n_parameters:,} parameters ({shape.layers} layers, width {shape.dim})"
+    precision = "fp32 storage, bf16 compute" if bench.device.type == "cuda" else "fp32"
     return "\n".join(
         [
             f"# One rank of {bench.mesh.size()}, collectives as long as {profile} says",
             "",
             *conditions(command, load),
-            f"- {model}, {shape.batch} x {shape.sequence} tokens per step, fused AdamW, resharded after forward",
-            f"- {shape.rounds} rounds of {shape.steps} steps; times of collectives are modelled, all others measured",
+            *(f"- {line}" for line in workload.describe(precision)),
+            f"- {workload.rounds} rounds of {workload.steps} steps; times of collectives are modelled, all others "
+            "measured",
             *(f"- {note}" for note in notes),
             "",
             *markdown(head, rows),
@@ -363,7 +347,9 @@ def order_text(bench: Bench) -> str:
     return "\n".join([*lines, ""])
 
 
-def run(shape: Shape, options: argparse.Namespace, device: torch.device, command: str) -> tuple[str, str]:
+def run(
+    workload: Workload, options: argparse.Namespace, device: torch.device, command: str
+) -> tuple[str, str]:
     """Set up and measure on a device; the text of the result and the order of collectives."""
     begin = time.perf_counter()
     before = os.getloadavg()[0]
@@ -384,12 +370,12 @@ def run(shape: Shape, options: argparse.Namespace, device: torch.device, command
     # Contestants share the model's code, and each is a recompilation of it.
     torch._dynamo.config.recompile_limit = 64
     with modelled_world(options.ranks, options.profile, lane, device.type) as world:
-        bench = Bench(shape, world, init_device_mesh(device.type, (options.ranks,)), device)
+        bench = Bench(workload, world, init_device_mesh(device.type, (options.ranks,)), device)
         bench.add_reference(policy)
-        known = {item.name: item for item in contestants(Setting(True, options.profile, policy))}
+        known = {item.name: item for item in contestants(Setting(workload.reshard, options.profile, policy))}
         for name in options.only or ORDER:
             if time.perf_counter() - begin > options.limit:
-                bench.failures[name] = f"not set up: the limit of {options.limit:.0f} s had passed"
+                bench.failures[name] = not_reached(options.limit)
             else:
                 bench.add(known[name])
         if isinstance(lane, Stream):
@@ -418,9 +404,11 @@ def main(arguments: list[str]) -> int:
         "--rehearse", action="store_true", help="try the script on the CPU with a small model"
     )
     parser.add_argument("--out", type=pathlib.Path, help=f"result file; in {RESULTS.name}/ when not given")
-    for field in dataclasses.fields(Shape):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, help=f"default {field.default}")
+    add_arguments(parser, WORKLOAD)
     options = parser.parse_args(arguments)
+    if options.rehearse:
+        parser.set_defaults(**dataclasses.asdict(REHEARSAL))
+        options = parser.parse_args(arguments)
     if not options.rehearse and not torch.cuda.is_available():
         print(
             "benchmarks.gpu_overlap needs a CUDA GPU and a torch built for it, and found none "
@@ -429,11 +417,7 @@ def main(arguments: list[str]) -> int:
         )
         return NO_GPU
     device = torch.device("cpu") if options.rehearse else torch.device("cuda", torch.cuda.current_device())
-    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Shape)}
-    shape = dataclasses.replace(
-        REHEARSAL if options.rehearse else Shape(), **{name: value for name, value in given.items() if value}
-    )
-    text, order = run(shape, options, device, command_line("gpu_overlap", arguments))
+    text, order = run(from_options(options), options, device, command_line("gpu_overlap", arguments))
     if options.rehearse and options.out is None:
         print(text)
         return 0

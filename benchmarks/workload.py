@@ -21,11 +21,13 @@ class Workload:
     """What is trained, and how long it is timed.
 
     Args:
-        dim, layers, ffn_dim, vocab_size: the Llama; heads are 64 wide.
+        dim, layers, ffn_dim, vocab_size: the Llama.
         batch, sequence: sequences per rank and step, and tokens of each.
         rounds: windows of every contestant.
         steps: optimizer steps per window.
         reshard: free gathered parameters after forward.
+        heads: of queries; None makes them 64 wide.
+        kv_heads: of keys and values; None is as many as of queries.
     """
 
     dim: int = 512
@@ -37,15 +39,17 @@ class Workload:
     rounds: int = 7
     steps: int = 2
     reshard: bool = True
+    heads: int | None = None
+    kv_heads: int | None = None
 
     def config(self) -> LlamaConfig:
         """The model's shape."""
-        heads = self.dim // _HEAD_DIM
+        heads = self.heads or self.dim // _HEAD_DIM
         return LlamaConfig(
             dim=self.dim,
             n_layers=self.layers,
             n_heads=heads,
-            n_kv_heads=heads,
+            n_kv_heads=self.kv_heads or heads,
             ffn_dim=self.ffn_dim,
             vocab_size=self.vocab_size,
             max_seq_len=self.sequence,
@@ -69,11 +73,15 @@ class Workload:
         more = dataclasses.replace(config, n_layers=config.n_layers + 1)
         return 4 * (more.n_parameters - config.n_parameters)
 
-    def describe(self) -> list[str]:
-        """The model and the step in words, for the record of a result."""
+    def describe(self, precision: str = "fp32") -> list[str]:
+        """The model and the step in words, for the record of a result.
+
+        Args:
+            precision: of storage and compute.
+        """
         mode = "resharded after forward" if self.reshard else "not resharded after forward"
         return [
-            f"Llama of {self.config().n_parameters:,} parameters ({self.layers} layers, width {self.dim}), fp32",
+            f"Llama of {self.config().n_parameters:,} parameters ({self.layers} layers, width {self.dim}), {precision}",
             f"{self.batch} x {self.sequence} tokens per rank and step, fused AdamW, {mode}",
         ]
 
@@ -86,7 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser, defaults: Workload | None = N
         if isinstance(default, bool):
             parser.add_argument(name, action=argparse.BooleanOptionalAction, default=default)
         else:
-            parser.add_argument(name, type=int, default=default, help=f"default {default}")
+            known = "follows from --dim" if default is None else default
+            parser.add_argument(name, type=int, default=default, help=f"default {known}")
 
 
 def from_options(options: argparse.Namespace) -> Workload:

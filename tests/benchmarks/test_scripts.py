@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from benchmarks import gpu_overlap, memory, train_step
+from benchmarks.rounds import in_turn, not_reached, reason_of
 from benchmarks.workload import Workload
+from simplefsdp.llama.config import get_config
 
 # Processes that import torch: seconds on an idle machine, minutes on a busy one.
 pytestmark = pytest.mark.timeout(600)
@@ -55,7 +57,7 @@ def test_memory_is_that_of_parameters_states_gradients_and_buckets(uncompiled, t
 def test_a_rehearsal_of_the_gpu_script_gives_the_numbers_of_the_whole_model(monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "compile", lambda model, **options: model)
     out = tmp_path / "gpu.md"
-    arguments = ["--rehearse", "--profile", "cpu_gloo", "--ranks", "4", "--out", str(out)]
+    arguments = ["--rehearse", "--profile", "cpu_gloo", "--ranks", "4", "--out", str(out), "--rounds", "1"]
     assert gpu_overlap.main([*arguments, "--only", "FSDP2 eager", "ours, eager"]) == 0
     text = out.read_text()
     rows = [cells(text, name) for name in ("compute alone", "FSDP2 eager", "ours, eager")]
@@ -64,6 +66,32 @@ def test_a_rehearsal_of_the_gpu_script_gives_the_numbers_of_the_whole_model(monk
     assert all(float(row[10]) < 1e-5 for row in rows)
     assert all(float(row[5]) > 0 for row in rows[1:])
     assert "failed" not in text
+    parameters = gpu_overlap.REHEARSAL.config().n_parameters
+    assert f"- Llama of {parameters:,} parameters (1 layers, width 64), fp32\n" in text
+    assert "- 1 rounds of 1 steps" in text
+
+
+def test_the_gpu_trains_layers_of_the_8b_model():
+    ours, known = gpu_overlap.WORKLOAD.config(), get_config("8b")
+    for name in ("dim", "n_heads", "n_kv_heads", "ffn_dim"):
+        assert getattr(ours, name) == getattr(known, name)
+    usual = Workload().config()
+    assert usual.n_heads == usual.n_kv_heads == usual.dim // 64
+
+
+def test_everybody_begins_a_round_in_turn():
+    assert [in_turn(["a", "b", "c"], turn) for turn in range(4)] == [
+        ["a", "b", "c"],
+        ["b", "c", "a"],
+        ["c", "a", "b"],
+        ["a", "b", "c"],
+    ]
+
+
+def test_why_somebody_dropped_out_takes_a_line():
+    assert reason_of(ValueError("\n no such thing\nmore")) == "ValueError: no such thing"
+    assert reason_of(AssertionError()) == "AssertionError: "
+    assert not_reached(60.4) == "not set up: the limit of 60 s had passed"
 
 
 def test_a_gradient_that_is_off_shows():
