@@ -323,7 +323,7 @@ def record(bench: Bench, command: str, load: Sequence[float], profile: str, note
             "",
             *conditions(command, load),
             *(f"- {line}" for line in workload.describe(precision)),
-            f"- {workload.rounds} rounds of {workload.steps} steps; collectives' times are modelled, all others measured",
+            f"- {workload.rounds} rounds of {workload.steps} steps; times of collectives modelled, all others measured",
             *(f"- {note}" for note in notes),
             "",
             *markdown(head, rows),
