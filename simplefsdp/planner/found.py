@@ -11,7 +11,7 @@ import shlex
 from simplefsdp.explainer.hardware import GIB, Hardware
 from simplefsdp.planner.options import PlanOptions
 from simplefsdp.planner.search import Candidate, Findings, describe
-from simplefsdp.planner.text import table
+from simplefsdp.planner.text import SPEED_HEAD, speed_cells, table
 
 MOST_MISFITS = 6
 
@@ -51,8 +51,7 @@ def _table(findings: Findings, options: PlanOptions) -> str:
         *choices,
         "step ms",
         "exposed",
-        "tokens/s/device",
-        "MFU",
+        *SPEED_HEAD,
     )
     rows = []
     for item in findings.best:
@@ -65,8 +64,7 @@ def _table(findings: Findings, options: PlanOptions) -> str:
                 prediction.planner,
                 f"{prediction.step_ns / 1e6:.1f}",
                 f"{prediction.exposed_ns / prediction.step_ns:.1%}",
-                "-" if prediction.tokens_per_s is None else f"{prediction.tokens_per_s:,.0f}",
-                "-" if prediction.mfu is None else f"{prediction.mfu:.1%}",
+                *speed_cells(prediction.tokens_per_s, prediction.mfu),
                 f"{prediction.memory.total_bytes / GIB:.1f}",
             )
         )

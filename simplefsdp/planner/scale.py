@@ -18,7 +18,7 @@ from simplefsdp.explainer.hardware import GIB
 from simplefsdp.planner.predict import Prediction, predict, state_bytes
 from simplefsdp.planner.rescale import World
 from simplefsdp.planner.step import Family, Step, Tracer
-from simplefsdp.planner.text import TIGHT_SHARE, table
+from simplefsdp.planner.text import SPEED_HEAD, fit_word, speed_cells, table
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -82,10 +82,7 @@ class ScalePoint:
 
     def fit(self, memory_bytes: int | None) -> str:
         """Whether it fits, in a word."""
-        if memory_bytes is None:
-            return "?"
-        share = self.total_bytes / memory_bytes
-        return "no" if share > 1 else ("tight" if share > TIGHT_SHARE else "yes")
+        return fit_word(self.total_bytes, memory_bytes)
 
 
 def worlds(factor: int | None, ranks_per_node: int) -> list[tuple[str, list[World]]]:
@@ -222,8 +219,7 @@ def scaling_text(points: Sequence[ScalePoint], memory_bytes: int | None) -> str:
                 f"{point.load.batch}" + (f" x {point.load.passes}" if point.load.passes > 1 else ""),
                 f"{point.step_ns / 1e6:.1f}",
                 f"{point.exposed_ns / point.step_ns:.1%}",
-                "-" if point.tokens_per_s is None else f"{point.tokens_per_s:,.0f}",
-                "-" if point.mfu is None else f"{point.mfu:.1%}",
+                *speed_cells(point.tokens_per_s, point.mfu),
                 f"{pace / base:.1%}",
                 f"{point.total_bytes / GIB:.1f}",
                 point.fit(memory_bytes),
@@ -234,8 +230,7 @@ def scaling_text(points: Sequence[ScalePoint], memory_bytes: int | None) -> str:
         "batch",
         "step ms",
         "exposed",
-        "tokens/s/device",
-        "MFU",
+        *SPEED_HEAD,
         f"speed to {first.load.world.devices}",
         "peak GiB",
         "fits",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 from simplefsdp.explainer.hardware import GIB, Hardware
 from simplefsdp.planner.predict import MemorySplit, Prediction
@@ -15,13 +16,25 @@ TIGHT_SHARE = 0.9
 """Above this share of the device's memory, what is not modelled may not fit: the CUDA context, NCCL's buffers."""
 
 
+SPEED_HEAD = ("tokens/s/device", "MFU")
+"""Above the columns of `speed_cells`."""
+
+
+def speed_cells(tokens_per_s: float | None, mfu: float | None) -> tuple[str, str]:
+    """Speed in a table; a dash where the model has no such notion."""
+    return (
+        "-" if tokens_per_s is None else f"{tokens_per_s:,.0f}",
+        "-" if mfu is None else f"{mfu:.1%}",
+    )
+
+
 def planners_text(predictions: Sequence[Prediction]) -> str:
     """One line per planner.
 
     Args:
         predictions: of one step, one for each planner.
     """
-    head = ("planner", "step ms", "exposed ms", "exposed", "over bound", "tokens/s/device", "MFU", "peak GiB")
+    head = ("planner", "step ms", "exposed ms", "exposed", "over bound", *SPEED_HEAD, "peak GiB")
     rows = [
         (
             item.planner,
@@ -29,8 +42,7 @@ def planners_text(predictions: Sequence[Prediction]) -> str:
             f"{item.exposed_ns / 1e6:.1f}",
             f"{item.exposed_ns / item.step_ns:.1%}",
             f"{item.step_ns / item.bound_ns - 1:.1%}",
-            "-" if item.tokens_per_s is None else f"{item.tokens_per_s:,.0f}",
-            "-" if item.mfu is None else f"{item.mfu:.1%}",
+            *speed_cells(item.tokens_per_s, item.mfu),
             f"{item.memory.total_bytes / GIB:.1f}",
         )
         for item in predictions
@@ -49,15 +61,25 @@ def memory_text(memory: MemorySplit, hardware: Hardware) -> str:
     return "\n".join(lines)
 
 
+def fit_word(total_bytes: int, memory_bytes: int | None) -> Literal["yes", "tight", "no", "?"]:
+    """Whether so much fits a device, in a word; "?" where its memory is not known."""
+    if memory_bytes is None:
+        return "?"
+    if total_bytes > memory_bytes:
+        return "no"
+    return "tight" if total_bytes / memory_bytes > TIGHT_SHARE else "yes"
+
+
 def fit_text(memory: MemorySplit, hardware: Hardware) -> str:
     """One line on whether a step fits the device."""
     if hardware.memory_bytes is None:
         return f"does it fit: the memory of {hardware.name} is not known"
+    word = fit_word(memory.total_bytes, hardware.memory_bytes)
     share = memory.total_bytes / hardware.memory_bytes
     size = f"{share:.0%} of {hardware.memory_bytes / GIB:.0f} GiB ({hardware.source})"
-    if share > 1:
+    if word == "no":
         return f"it does not fit: {size}; more devices, a larger sharding factor, --ac full or a smaller --local-batch"
-    if share > TIGHT_SHARE:
+    if word == "tight":
         return f"it may not fit: {size}; the CUDA context and NCCL's buffers are not modelled"
     return f"it fits: {size}"
 

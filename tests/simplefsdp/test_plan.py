@@ -21,7 +21,7 @@ from simplefsdp.planner.build import Parameter, Traced
 from simplefsdp.planner.extend import TRACED_LAYERS, ExtensionError, extend
 from simplefsdp.planner.predict import MemorySplit, predict, state_bytes
 from simplefsdp.planner.stack import cut, find_stack, restore
-from simplefsdp.planner.text import fit_text
+from simplefsdp.planner.text import fit_text, fit_word, speed_cells
 from tests.helpers.tower import Tower, explained
 
 
@@ -130,6 +130,15 @@ def test_fit_is_judged_by_the_memory_of_the_device():
     assert fit_text(split(76), hardware).startswith("it may not fit: 95%")
     assert fit_text(split(81), hardware).startswith("it does not fit: 101%")
     assert "not known" in fit_text(split(1), find_hardware("cpu"))
+    words = [fit_word(total, 100) for total in (90, 91, 100, 101)]
+    assert words == ["yes", "tight", "tight", "no"]
+    assert fit_word(1, None) == "?"
+
+
+def test_speed_has_a_dash_where_there_are_no_tokens():
+    assert speed_cells(1234.4, 0.4321) == ("1,234", "43.2%")
+    assert speed_cells(1234.4, None) == ("1,234", "-")
+    assert speed_cells(None, None) == ("-", "-")
 
 
 def test_the_command_compares_planners_and_repeats_layers(capsys):
