@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
+import json
 import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from simplefsdp.cli import main
-from simplefsdp.planner.emit import guard
+from simplefsdp.llama.options import UsageError
+from simplefsdp.planner.emit import guard, worker
+from simplefsdp.planner.emit.code import emitted_codes
 from simplefsdp.planner.emit.gpus import GPUS, find_gpu
-from simplefsdp.planner.emit.ptx import kernels_of
+from simplefsdp.planner.emit.ptx import check_triton, find_triton, kernels_of, lower
 from simplefsdp.planner.emit.worker import EmitRequest
 from simplefsdp.planner.request import Request
 
@@ -45,6 +51,9 @@ def test_the_code_of_forward_and_backward(tmp_path, capsys):
         assert "'cc': 80" in code or "cc=80" in code
         assert len(kernels_of(code)) > 2
         compile(code, "emitted", "exec")
+        for name, text in kernels_of(code).items():
+            assert f"def {name}(" in text
+            compile(text, name, "exec")
     assert "_c10d_functional.all_gather_into_tensor" in forward
     assert "_c10d_functional.reduce_scatter_tensor" in backward
     assert "_scaled_dot_product_flash_attention.default(" in forward
@@ -133,6 +142,63 @@ def test_kernels_are_taken_out_of_a_source():
         "triton_b = async_compile.triton('triton_b', '''\ny = 2\n''', device_str='cuda')\n"
     )
     assert kernels_of(source) == {"triton_a": "x = '''text'''\n", "triton_b": "y = 2\n"}
+    assert kernels_of("cpp_a = async_compile.cpp_pybinding([], '''\nint x;\n''')\n") == {}
+
+
+class Gate(nn.Module):
+    """A kernel that multiplies and sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        return torch.sigmoid(x * self.weight).sum(-1)
+
+
+def codes_of_a_gate(gpus):
+    codes = emitted_codes(Gate(), (torch.ones(8, 64),), options={}, targets=gpus)
+    return [code["forward"] for code in codes]
+
+
+def test_each_gpu_gets_code_of_its_own():
+    codes = codes_of_a_gate([GPUS["a100_sxm"], GPUS["h100_sxm"], GPUS["a100_sxm"]])
+    assert ["cc=80" in code or "'cc': 80" in code for code in codes] == [True, False, True]
+    assert ["cc=90" in code or "'cc': 90" in code for code in codes] == [False, True, False]
+
+
+def lower_a_gate():
+    """PTX by kernel for an A100 and an H100, as JSON on standard output; Triton keeps the device it was told of."""
+    gpus = [GPUS[name] for name in ("a100_sxm", "h100_sxm")]
+    json.dump([lower(code, gpu) for code, gpu in zip(codes_of_a_gate(gpus), gpus, strict=True)], sys.stdout)
+
+
+@pytest.mark.timeout(400)
+def test_kernels_are_lowered_for_the_gpu_that_was_named():
+    pytest.importorskip("triton")
+    program = f"from {__name__} import lower_a_gate; lower_a_gate()"
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for lowered, target in zip(json.loads(done.stdout), ("sm_80", "sm_90a"), strict=True):
+        ((name, text),) = lowered.items()
+        assert name.startswith("triton_")
+        assert f".target {target}\n" in text
+        assert f".visible .entry {name}(" in text
+
+
+@pytest.mark.skipif(guard.count_gpus() > 0, reason="there is a GPU: nothing to pretend")
+def test_without_triton_kernels_are_not_lowered_and_the_user_reads_why(monkeypatch):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert find_triton() is None
+    with pytest.raises(UsageError, match=r"^--emit-ptx needs Triton: pip install triton$"):
+        check_triton()
+    monkeypatch.setattr(worker, "install_guard", lambda: None)
+    step = Request("debug", 64, 1, 2, "full", 16, 8, "bf16", 4.0, True, False, "auto")
+    answer = worker._serve(EmitRequest(step, "h100_sxm", "h100_sxm", lower=True))
+    assert answer == {"error": "--emit-ptx needs Triton: pip install triton", "usage": True}
 
 
 def test_a_gpu_is_found_by_the_profile_of_its_hardware():

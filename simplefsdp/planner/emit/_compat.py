@@ -135,11 +135,17 @@ def make_interface(gpu: Gpu) -> type[Any]:
     return Interface
 
 
+def _forget(function: Any) -> None:
+    """Drop what a function has cached, if it caches."""
+    getattr(function, "cache_clear", lambda: None)()
+
+
 @contextlib.contextmanager
 def posing_as(gpu: Gpu) -> Iterator[None]:
     """Inside, TorchInductor writes code for a GPU, whether there is one or not."""
     from torch._inductor import scheduler
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
+    from torch._inductor.runtime.hints import DeviceProperties
     from torch.utils import _triton as triton_utils
 
     device_interface.init_device_reg()
@@ -170,9 +176,11 @@ def posing_as(gpu: Gpu) -> Iterator[None]:
         stack.enter_context(mock.patch.object(triton_utils, "triton_hash_with_backend", return_value="none"))
         for device in ("cuda", "cuda:0"):
             device_interface.register_interface_for_device(device, interface)
+        _forget(DeviceProperties.create)  # those of another GPU
         try:
             yield
         finally:
+            _forget(DeviceProperties.create)
             device_interface.device_interfaces.clear()
             device_interface.device_interfaces.update(before)
 
@@ -196,7 +204,6 @@ def triton_for(gpu: Gpu) -> Iterator[None]:
     import torch._inductor.config
     import triton  # type: ignore[import-not-found]
     from torch._inductor.runtime import triton_helpers
-    from torch._inductor.runtime.hints import DeviceProperties
     from torch.utils import _triton as triton_utils
     from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
     from triton.backends.driver import GPUDriver  # type: ignore[import-not-found]
@@ -228,9 +235,8 @@ def triton_for(gpu: Gpu) -> Iterator[None]:
         def get_empty_cache_for_benchmark(self) -> Any:
             raise NotImplementedError
 
-    # Answers that were given before the GPU was there.
-    for function in (DeviceProperties.create, *vars(triton_utils).values()):
-        getattr(function, "cache_clear", lambda: None)()
+    for function in vars(triton_utils).values():
+        _forget(function)  # answers that were given before the GPU was there
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "is_available", return_value=True))
         stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
