@@ -29,9 +29,9 @@ LLAMA_70B = Llama(80, 8192, 28672, 1024)
 LLAMA_405B = Llama(126, 16384, 53248, 1024)
 
 
-def parameters(llama):
+def parameters(llama: Llama) -> list[tuple[str, str | None, int, int]]:
     """(name, block, rows, columns) in registration order; columns 0 for a vector."""
-    out = [("tok_embeddings", None, llama.vocab, llama.dim)]
+    out: list[tuple[str, str | None, int, int]] = [("tok_embeddings", None, llama.vocab, llama.dim)]
     for layer in range(llama.layers):
         block = f"layers.{layer}"
         out += [
@@ -49,8 +49,15 @@ def parameters(llama):
 
 
 def llama_problem(
-    llama, ranks, *, backward, tokens=8192, budget_gb=4.0, profile="h100_sxm", tensor_parallel=1
-):
+    llama: Llama,
+    ranks: int,
+    *,
+    backward: bool,
+    tokens: int = 8192,
+    budget_gb: float | None = 4.0,
+    profile: str = "h100_sxm",
+    tensor_parallel: int = 1,
+) -> PlanningProblem:
     """The problem of one graph: ``tokens`` per rank, fully sharded over ``ranks``, bf16 gathers, fp32 reductions."""
     model = ProfileCostModel(load_profile(profile))
     group = topology_of(range(ranks), 8)
@@ -58,15 +65,16 @@ def llama_problem(
         Role.GATHER: GroupKey("all_gather", "fsdp", "bf16"),
         Role.REDUCE: GroupKey("reduce_scatter", "fsdp", "fp32", "avg"),
     }
-    regions, collectives = [], []
+    regions: list[int] = []
+    collectives: list[Collective] = []
 
-    def compute(rows, columns, passes):
+    def compute(rows: int, columns: int, passes: int) -> None:
         elements = rows * max(1, columns) // tensor_parallel
         flops = 2 * tokens * elements * passes if columns else 0
         moved = max(1, passes) * BF16 * (elements + tokens * (rows + max(1, columns)) // tensor_parallel)
         regions.append(model.compute_ns(Work(flops, moved, "bfloat16")))
 
-    def add(name, block, elements, role):
+    def add(name: str, block: str | None, elements: int, role: Role) -> None:
         gather = role is Role.GATHER
         wire = elements // tensor_parallel * (BF16 if gather else FP32)
         slot = len(regions)
