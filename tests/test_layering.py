@@ -36,9 +36,12 @@ STACKS = {
         planner/request
         planner/emit/gpus planner/emit/guard planner/emit/_compat planner/emit/code planner/emit/attention
         planner/emit/ptx planner/emit/worker planner/emit/command planner/emit/__init__
-        planner/options planner/extend planner/stack planner/allocator planner/peers planner/predict planner/compare
-        planner/text planner/build planner/validation
-        planner/rescale planner/step planner/tracing planner/scale planner/picture planner/search planner/found
+        planner/options planner/extend planner/stack planner/allocator planner/predict
+        planner/peers/units planner/peers/compiled_blocks planner/peers/fsdp2 planner/peers/ddp
+        planner/peers/stock_manual planner/peers/stock_memory planner/peers/stock_order planner/peers/stock_merge
+        planner/peers/stock_overlap planner/peers/__init__ planner/compare
+        planner/text planner/published planner/build planner/rescale planner/validation
+        planner/step planner/tracing planner/scale planner/picture planner/search planner/found
         planner/command
         planner/__init__
         cli __main__

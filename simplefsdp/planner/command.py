@@ -48,6 +48,7 @@ def _run(options: PlanOptions) -> int:
         return _emit(options, options.emit_triton)
 
     from simplefsdp.explainer.trace_errors import TraceError
+    from simplefsdp.planner.published import trust_text
 
     hardware = options.on_hardware()
     try:
@@ -59,6 +60,7 @@ def _run(options: PlanOptions) -> int:
             _search(options, hardware, profile)
         else:
             _predict(options, hardware, profile)
+        print(f"\n{trust_text()}")
     except TraceError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         return EXIT_FAILURE
@@ -84,7 +86,7 @@ def _request(options: PlanOptions) -> Request:
 
 def _predict(options: PlanOptions, hardware: Hardware, profile: HardwareProfile) -> None:
     """Compare planners in the step that the options describe; then scale it, if asked to."""
-    from simplefsdp.planner.compare import PEERS_NOTE, predict_peers
+    from simplefsdp.planner.compare import predict_peers
     from simplefsdp.planner.predict import predict
     from simplefsdp.planner.text import memory_text, planners_text
     from simplefsdp.planner.tracing import trace_fresh
@@ -120,8 +122,9 @@ def _predict(options: PlanOptions, hardware: Hardware, profile: HardwareProfile)
     )
     print("\n".join(f"warning: {line}" for line in traced.warnings), end="\n" if traced.warnings else "")
     print()
-    print(planners_text([*predictions, *peers]))
-    print(f"\n{PEERS_NOTE}" if peers else "", end="\n" if peers else "")
+    print(planners_text([*predictions, *peers.predictions]))
+    for line in peers.lines():
+        print(f"\n{line}")
     print()
     print(f"best: {best.planner}, ms: {forward_backward} + optimizer {best.optimizer_ns / 1e6:.1f}")
     print(memory_text(best.memory, hardware))

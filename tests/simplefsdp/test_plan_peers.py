@@ -23,7 +23,6 @@ from simplefsdp.planner.compare import predict_peers
 from simplefsdp.planner.extend import TRACED_LAYERS, extend
 from simplefsdp.planner.peers import (
     FSDP2_EAGER,
-    NotModelledError,
     compile_blocks,
     plan_fsdp2,
     plan_stock_manual,
@@ -232,13 +231,29 @@ def test_repeating_a_layer_of_eager_mode_equals_tracing_all(report):
         assert extend(few, "layers", 6) == all_
 
 
-def test_only_steps_sharded_fully_over_one_group_have_peers():
-    hybrid = report_of(TRACED_LAYERS, sharding_factor=4)
-    assert hybrid.eager == ()
-    with pytest.raises(NotModelledError, match="fully sharded over one group"):
-        plan_fsdp2(*hybrid.graphs, FSDP2_EAGER)
+def test_what_is_not_modelled_is_left_out_with_the_reason(report):
     profile = load_profile("h100_sxm")
-    assert predict_peers(hybrid.graphs, hybrid.eager, profile, 1000) == []
+    forward, backward = report.graphs
+    alone = predict_peers([forward], (), profile, 1000)
+    assert (alone.predictions, alone.note) == ((), "")
+    assert alone.lines() == [
+        "not modelled for others: all: a step is one forward and one backward, here it is forward"
+    ]
+    items = [dataclasses.replace(backward.problem.collectives[0], role=Role.FIXED, earliest_issue=1)]
+    items += backward.problem.collectives[1:]
+    own = dataclasses.replace(
+        backward, problem=dataclasses.replace(backward.problem, collectives=tuple(items))
+    )
+    assert predict_peers([forward, own], (), profile, 1000).left_out == (
+        ("all", "the model communicates by itself (all_gather)"),
+    )
+    without_eager = predict_peers(report.graphs, (), profile, 1000)
+    assert [item.planner for item in without_eager.predictions] == [
+        "Inductor, by block",
+        "Inductor, overlap scheduling",
+    ]
+    assert [name for name, _ in without_eager.left_out] == ["FSDP2, eager", "FSDP2, compiled blocks"]
+    assert "eager mode cannot be read" in without_eager.lines()[-1]
 
 
 def test_reserved_memory_of_peers_counts_their_streams(report):
@@ -265,5 +280,12 @@ def test_the_command_shows_peers_from_one_trace(capsys, monkeypatch):
     rows = [
         line.split("  ")[0] for line in lines if line.startswith(("none ", "auto ", "FSDP2,", "Inductor,"))
     ]
-    assert rows == ["none", "auto", "FSDP2, eager", "FSDP2, compiled blocks", "Inductor, by block"]
+    assert rows == [
+        "none",
+        "auto",
+        "FSDP2, eager",
+        "FSDP2, compiled blocks",
+        "Inductor, by block",
+        "Inductor, overlap scheduling",
+    ]
     assert any(line.startswith("Rows named FSDP2 and Inductor") and "modelled" in line for line in lines)
