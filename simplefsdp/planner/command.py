@@ -48,6 +48,7 @@ def _run(options: PlanOptions) -> int:
         return _emit(options, options.emit_triton)
 
     from simplefsdp.explainer.trace_errors import TraceError
+    from simplefsdp.planner.published import trust_text
 
     hardware = options.on_hardware()
     try:
@@ -59,6 +60,7 @@ def _run(options: PlanOptions) -> int:
             _search(options, hardware, profile)
         else:
             _predict(options, hardware, profile)
+        print(f"\n{trust_text()}")
     except TraceError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         return EXIT_FAILURE

@@ -1,11 +1,7 @@
-"""Predictions beside published measurements.
+"""Predictions of published runs.
 
-Owns the published rows, what is known of how they were run, and the table. The one constant fitted to them says so in
-the profile `h100_96gb.json`.
-
-The rows are from torchtitan's performance report of December 2024 (commit 9dec370): Llama 3.1 8B, FSDP2, local batch 2,
-sequence 8192, selective activation checkpointing, bf16, on H100-96GB HBM2e with 500 W, 8 devices per host with NVLink
-and 400 Gb/s per device between hosts. What its code of that time says, and the model follows:
+Owns what is known of how they were run, and the model's answer. The one constant fitted to them says so in the profile
+`h100_96gb.json`. What torchtitan's code of that time says (see `published.py`), and the model follows:
 
 * "+ compile" compiles each block by itself; embedding, last norm, head and loss run in eager mode. The loss casts the
   logits to float32, and its gradient holds three such tensors at once: that is when most memory is held.
@@ -13,11 +9,12 @@ and 400 Gb/s per device between hosts. What its code of that time says, and the 
   keeps the last one although backward does not read it.
 * The last block stays gathered after forward.
 * Memory is what the caching allocator has reserved, with expandable segments.
+
+`python -m simplefsdp.planner.validation` renews the record that plans carry.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
@@ -28,8 +25,9 @@ from simplefsdp.llama.checkpointing import Contexts, checkpointed, every_second_
 from simplefsdp.llama.model import Block, Llama, RotaryEmbedding
 from simplefsdp.planner.build import trace
 from simplefsdp.planner.peers import FSDP2_COMPILED, FSDP2_EAGER, compile_blocks, plan_fsdp2
-from simplefsdp.planner.predict import Prediction, predict
-from simplefsdp.planner.text import table
+from simplefsdp.planner.predict import predict
+from simplefsdp.planner.published import ROWS, RUNS, Modelled, PublishedRow, published_text, record
+from simplefsdp.planner.rescale import World, at_world
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,86 +35,42 @@ if TYPE_CHECKING:
 HARDWARE = "h100-96gb"
 
 
-@dataclasses.dataclass(frozen=True)
-class PublishedRow:
-    """One published measurement of FSDP2.
-
-    Args:
-        gpus: devices.
-        compiled: with torch.compile.
-        tokens_per_s: per device.
-        memory_gib: peak reserved memory of a device.
-        calibrated: whether a constant of the profile was fitted to this row.
-    """
-
-    gpus: int
-    compiled: bool
-    tokens_per_s: int
-    memory_gib: float
-    calibrated: bool = False
-
-
-ROWS: tuple[PublishedRow, ...] = (
-    PublishedRow(8, True, 6667, 77.0, calibrated=True),
-    PublishedRow(128, True, 6514, 62.0),
-    PublishedRow(8, False, 5762, 82.4),
-    PublishedRow(128, False, 5605, 67.0),
-)
-
-
 def validation_text() -> str:
-    """The table: published, modelled, and by how much they differ."""
-    rows = []
-    for row, item in predict_rows():
-        assert item.tokens_per_s is not None
-        memory = item.memory.total_bytes / GIB
-        rows.append(
-            (
-                f"8B, {row.gpus} devices, {'compiled' if row.compiled else 'eager'}",
-                f"{row.tokens_per_s:,}",
-                f"{item.tokens_per_s:,.0f}",
-                f"{item.tokens_per_s / row.tokens_per_s - 1:+.1%}",
-                f"{row.memory_gib:.1f}",
-                f"{memory:.1f}",
-                f"{memory / row.memory_gib - 1:+.1%}",
-                "fitted" if row.calibrated else "",
-            )
-        )
-    head = ("run", "published tokens/s", "modelled", "off by", "published GiB", "modelled", "off by", "")
+    """Published, modelled, and by how much they differ, predicted now."""
     profile = find_hardware(HARDWARE).load().name
     return (
-        "Llama 3.1 8B, sequence 8192, local batch 2, selective activation checkpointing; published: torchtitan, "
-        'December 2024, FSDP2, "compiled" block by block, loss in eager mode, memory as the allocator reserves it; '
-        f"modelled: the same, hardware profile {profile}; tokens/s of the first row are fitted, nothing else is"
-        f"\n\n{table(head, rows)}"
+        f"{RUNS}; modelled: the same, loss in eager mode, hardware profile {profile}; tokens/s of the first row are "
+        f"fitted, nothing else is\n\n{published_text(predict_rows())}"
     )
 
 
-def predict_rows() -> Iterator[tuple[PublishedRow, Prediction]]:
-    """What the model says of each row; rows of as many devices share a trace."""
+def predict_rows() -> Iterator[tuple[PublishedRow, Modelled]]:
+    """What the model says of each row: one trace, on as many devices as each row has."""
     hardware = find_hardware(HARDWARE)
     profile = hardware.load()
-    traces = {}
+    target = find_target("8b", seq_len=8192, local_batch=2)
+    keep_odd_products(cast(Llama, target.model))
+    traced_on = World(ROWS[0].gpus, ROWS[0].gpus)
+    traced = trace(target, hardware, gpus=traced_on.devices, planner="none", eager=True)
+    rows = {name: item.rows for name, item in traced.parameters.items()}
     for row in ROWS:
-        if row.gpus not in traces:
-            target = find_target("8b", seq_len=8192, local_batch=2)
-            keep_odd_products(cast(Llama, target.model))
-            traces[row.gpus] = trace(target, hardware, gpus=row.gpus, planner="none", eager=True)
-        traced = traces[row.gpus]
-        forward, backward = traced.eager
-        if row.compiled:
-            forward, backward = map(compile_blocks, traced.eager, traced.graphs)
+        world = World(row.gpus, row.gpus)
+        eager, compiled = (
+            [at_world(facts, profile, traced_on, world, rows) for facts in graphs]
+            for graphs in (traced.eager, traced.graphs)
+        )
+        forward, backward = map(compile_blocks, eager, compiled) if row.compiled else eager
         name = FSDP2_COMPILED if row.compiled else FSDP2_EAGER
-        graphs = plan_fsdp2(forward, backward, name, keep_last=True)
         prediction = predict(
-            graphs,
+            plan_fsdp2(forward, backward, name, keep_last=True),
             profile,
             traced.stored_bytes(row.gpus),
             tokens=target.tokens,
             flops_per_token=target.flops_per_token,
             own_streams=True,
         )
-        yield row, prediction
+        assert prediction.tokens_per_s is not None
+        yield row, Modelled(prediction.tokens_per_s, prediction.memory.total_bytes / GIB)
 
 
 def keep_odd_products(model: Llama) -> None:
@@ -132,3 +86,7 @@ class _PublishedBlock(Block):
 
 def _odd_products_kept() -> Contexts:
     return every_second_product_kept(1)
+
+
+if __name__ == "__main__":
+    record(predict_rows())
