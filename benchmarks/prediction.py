@@ -4,8 +4,8 @@ Owns the prediction and its judgement. Must not know how steps are measured.
 
 A prediction is the modelled schedule of forward and backward, with its compute regions scaled so that together they
 last as long as compute was measured to last alone on this machine, plus the measured optimizer. So the compute model's
-error is left out, and what is tested is the model of communication, of copies, and of what hides what. Where the
-planner leaves collectives as traced, the schedule is the one that the pass over the final order makes of them.
+error is left out, and what is tested is the model of communication, of copies, and of what hides what. Eager kernels
+are scaled by as much. Schedules of others are those of `simplefsdp.planner.peers`, and what FSDP2 does on CPUs: block.
 
 Ranks of one machine share its cores with the threads that communicate, so compute is slower while communication runs:
 see `machine_of`. On a cluster the network card does that work; there the pace is 1.
@@ -18,18 +18,41 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import simplefsdp
-from benchmarks.names import COMMUNICATION, COMPUTE, OPTIMIZER
+from benchmarks.contestants import BLOCKS, Contestant
+from benchmarks.names import (
+    COMMUNICATION,
+    COMPUTE,
+    DDP,
+    EAGER,
+    FSDP2,
+    FSDP2_COMPILED,
+    NO_PASSES,
+    OPTIMIZER,
+    STOCK_BLOCKS,
+    STOCK_OVERLAP,
+)
+from inductor_passes import PassConfig
 from inductor_passes.inorder import plan_in_order
+from inductor_passes.plan import ISSUE, WAIT, Event
+from simplefsdp.explainer.facts import GraphFacts
 from simplefsdp.explainer.schedule import COMPUTE_ROW, make_timeline
+from simplefsdp.planner.peers import (
+    NotModelledError,
+    compile_blocks,
+    plan_ddp,
+    plan_fsdp2,
+    plan_stock_manual,
+    plan_stock_overlap,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from benchmarks.contestants import Contestant
     from benchmarks.workload import Workload
-    from inductor_passes.plan import Plan
-    from simplefsdp.explainer.facts import GraphFacts
+    from simplefsdp.explainer.report import Report
     from simplefsdp.explainer.schedule import Timeline
+
+Pair = tuple[GraphFacts, GraphFacts]
 
 _NS_PER_S = 1e9
 _LEAST_PACE = 0.1
@@ -91,32 +114,136 @@ def predict(
     machine: Machine,
     ranks: int,
 ) -> list[Prediction]:
-    """Predict every contestant that runs our passes and was measured.
+    """Predict every contestant that was measured and whose schedule is modelled.
 
     Args:
         workload: what was trained.
-        contestants: those without a configuration of our passes are skipped.
+        contestants: who took part.
         profile: the calibrated hardware profile.
         medians: measured seconds per step.
         machine: where it ran.
         ranks: ranks of the run.
     """
+    schedules = Schedules(workload, profile, ranks)
+    scale = scale_to(machine.compute_s, schedules.traced)
     found = []
     for contestant in contestants:
-        if contestant.config is None or contestant.name not in medians:
+        if contestant.name not in medians:
             continue
-        wrap: dict[str, Any] = {"passes": contestant.config, "reshard_after_forward": workload.reshard}
-        report = simplefsdp.explain(
-            workload.model(), *workload.tokens(0), ranks=ranks, profile=profile, wrap=wrap
-        )
-        found.append(Prediction(contestant.name, step_s(report.graphs, machine), medians[contestant.name]))
+        try:
+            graphs = schedules.of(contestant)
+        except NotModelledError:
+            continue
+        found.append(Prediction(contestant.name, step_s(graphs, scale, machine), medians[contestant.name]))
     return found
 
 
-def step_s(graphs: Sequence[GraphFacts], machine: Machine) -> float:
-    """Modelled seconds of a step on a machine, optimizer included."""
-    modelled_ns = sum(sum(facts.problem.region_ns) for facts in graphs)
-    scale = machine.compute_s * _NS_PER_S / modelled_ns
+class Schedules:
+    """Forward and backward of every contestant, as the simulator takes them, with plans made by the profile alone.
+
+    Args:
+        workload: what is trained.
+        profile: hardware profile: a shipped name or a path.
+        ranks: ranks of the run.
+
+    Attributes:
+        traced: our front end compiled, with collectives where they were traced.
+    """
+
+    def __init__(self, workload: Workload, profile: str, ranks: int) -> None:
+        self._workload, self._profile, self._ranks = workload, profile, ranks
+        report = self._explain(PassConfig("none", BLOCKS), eager=True)
+        self.traced: Pair = _pair(report.graphs)
+        self._eager: Pair = _pair(report.eager)
+
+    def of(self, contestant: Contestant) -> Pair:
+        """The schedule of a contestant.
+
+        Raises:
+            NotModelledError: there are no rules for it here.
+        """
+        if contestant.config is not None:
+            return _pair(_in_final_order(item) for item in self._explain(contestant.config).graphs)
+        rules: dict[str, Callable[[], Pair]] = {
+            DDP: self._ddp,
+            # On CPUs FSDP2 has no streams, and its collectives block.
+            FSDP2: lambda: _blocking(plan_fsdp2(*self._eager, FSDP2)),
+            FSDP2_COMPILED: lambda: _blocking(plan_fsdp2(*self._compiled_blocks(), FSDP2_COMPILED)),
+            EAGER: lambda: _blocking(self._eager),
+            NO_PASSES: lambda: self.traced,
+            STOCK_BLOCKS: lambda: _pair(map(plan_stock_manual, self.traced)),
+            STOCK_OVERLAP: lambda: _pair(
+                plan_stock_overlap(facts, self._workload.block_bytes) for facts in self.traced
+            ),
+        }
+        if contestant.name not in rules:
+            raise NotModelledError(contestant.name)
+        return rules[contestant.name]()
+
+    def _explain(
+        self, config: PassConfig, *, eager: bool = False, sharding_factor: int | None = None
+    ) -> Report:
+        wrap: dict[str, Any] = {"passes": config, "reshard_after_forward": self._workload.reshard}
+        if sharding_factor is not None:
+            wrap["sharding_factor"] = sharding_factor
+        return simplefsdp.explain(
+            self._workload.model(),
+            *self._workload.tokens(0),
+            ranks=self._ranks,
+            profile=self._profile,
+            wrap=wrap,
+            eager=eager,
+        )
+
+    def _ddp(self) -> Pair:
+        report = self._explain(PassConfig("none", BLOCKS), eager=True, sharding_factor=1)
+        return plan_ddp(*_pair(report.eager), DDP)
+
+    def _compiled_blocks(self) -> Pair:
+        return _pair(map(compile_blocks, self._eager, self.traced))
+
+
+def _pair(graphs: Iterable[GraphFacts]) -> Pair:
+    forward, backward = graphs
+    return forward, backward
+
+
+def _in_final_order(facts: GraphFacts) -> GraphFacts:
+    """What the pass over the final order makes of collectives that the planner left where they were."""
+    plan = plan_in_order(facts.problem) if facts.plan.planner == "none" else None
+    return facts if plan is None else dataclasses.replace(facts, plan=plan)
+
+
+def _blocking(pair: Pair) -> Pair:
+    """Every collective is waited for where it starts."""
+    return _pair(
+        dataclasses.replace(
+            facts, plan=dataclasses.replace(facts.plan, events=tuple(_started_and_awaited(facts.plan.events)))
+        )
+        for facts in pair
+    )
+
+
+def _started_and_awaited(events: Iterable[Event]) -> Iterator[Event]:
+    for event in events:
+        if event.action == ISSUE:
+            yield event
+            yield dataclasses.replace(event, action=WAIT)
+
+
+def scale_to(compute_s: float, graphs: Iterable[GraphFacts]) -> float:
+    """By how much to stretch compute so that all of these graphs together lasts so many seconds."""
+    return compute_s * _NS_PER_S / sum(sum(facts.problem.region_ns) for facts in graphs)
+
+
+def step_s(graphs: Iterable[GraphFacts], scale: float, machine: Machine) -> float:
+    """Modelled seconds of a step on a machine, optimizer included.
+
+    Args:
+        graphs: forward and backward.
+        scale: of all compute.
+        machine: where it runs.
+    """
     return sum(_graph_ns(facts, scale, machine.pace) for facts in graphs) / _NS_PER_S + machine.optimizer_s
 
 
@@ -140,9 +267,7 @@ def _graph_ns(facts: GraphFacts, scale: float, pace: float) -> int:
 def _timeline(facts: GraphFacts, scale: float) -> Timeline:
     regions = tuple(round(time_ns * scale) for time_ns in facts.problem.region_ns)
     problem = dataclasses.replace(facts.problem, region_ns=regions)
-    in_order: Plan | None = plan_in_order(problem) if facts.plan.planner == "none" else None
-    plan = facts.plan if in_order is None else in_order
-    return make_timeline(dataclasses.replace(facts, problem=problem), plan)
+    return make_timeline(dataclasses.replace(facts, problem=problem))
 
 
 def _hidden_ns(timeline: Timeline) -> int:

@@ -17,9 +17,21 @@ from benchmarks.gpu_overlap import NO_GPU
 from benchmarks.gpu_overlap import main as gpu_overlap
 from benchmarks.kernel_trace import activities, collectives
 from benchmarks.memory import Footprint
-from benchmarks.names import AUTO, COMMUNICATION, COMPUTE, FSDP2, NO_PASSES, NONE, OPTIMIZER, STOCK_OVERLAP
+from benchmarks.names import (
+    AUTO,
+    COMMUNICATION,
+    COMPUTE,
+    DDP,
+    EAGER,
+    FSDP2,
+    FSDP2_COMPILED,
+    NO_PASSES,
+    NONE,
+    OPTIMIZER,
+    STOCK_OVERLAP,
+)
 from benchmarks.pictures import draw_fits, draw_steps
-from benchmarks.prediction import Machine, Prediction, judge, machine_of, step_s
+from benchmarks.prediction import Machine, Prediction, Schedules, judge, machine_of, scale_to, step_s
 from benchmarks.targets import targets
 from benchmarks.workload import Workload
 from inductor_passes import PassConfig
@@ -111,17 +123,21 @@ def stack_graphs():
     return simplefsdp.explain(Stack(), torch.randn(8, 64), ranks=2, wrap=wrap).graphs
 
 
+def predicted(graphs, compute_s, optimizer_s=0.0, pace=1.0):
+    return step_s(graphs, scale_to(compute_s, graphs), Machine(compute_s, optimizer_s, pace))
+
+
 def test_predicted_time_grows_with_compute_and_never_falls_below_communication(stack_graphs):
-    alone = step_s(stack_graphs, Machine(1e-9, 0.0))
+    alone = predicted(stack_graphs, 1e-9)
     assert alone > 0
-    assert step_s(stack_graphs, Machine(1000 * alone, 0.0)) == pytest.approx(1000 * alone, rel=0.02)
-    assert step_s(stack_graphs, Machine(alone, 0.0)) < 2 * alone + 1e-9
-    assert step_s(stack_graphs, Machine(1e-9, 1.0)) == pytest.approx(1.0 + alone)
+    assert predicted(stack_graphs, 1000 * alone) == pytest.approx(1000 * alone, rel=0.02)
+    assert predicted(stack_graphs, alone) < 2 * alone + 1e-9
+    assert predicted(stack_graphs, 1e-9, optimizer_s=1.0) == pytest.approx(1.0 + alone)
 
 
 def test_communication_that_needs_the_cores_of_compute_slows_it(stack_graphs):
-    alone = step_s(stack_graphs, Machine(1e-9, 0.0))
-    full, some, half = (step_s(stack_graphs, Machine(4 * alone, 0.0, pace)) for pace in (1.0, 0.75, 0.5))
+    alone = predicted(stack_graphs, 1e-9)
+    full, some, half = (predicted(stack_graphs, 4 * alone, pace=pace) for pace in (1.0, 0.75, 0.5))
     assert full < some < half < full + 0.5 * alone
 
 
@@ -133,16 +149,34 @@ def test_the_pace_of_compute_follows_from_the_cores_that_both_need():
     assert machine_of(times, busy, cores=0.25).pace > 0, "compute never stops"
 
 
-def test_a_planner_that_leaves_the_order_is_predicted_with_the_final_order():
-    report = simplefsdp.explain(
-        Workload().model(),
-        *Workload().tokens(0),
-        ranks=2,
-        wrap={"passes": PassConfig("none", profile="cpu_gloo")},
+@pytest.fixture(scope="module")
+def schedules():
+    """Of one layer on two ranks."""
+    return Schedules(Workload(layers=1), "cpu_gloo", 2)
+
+
+def test_every_contestant_has_a_schedule(schedules):
+    found = {
+        item.name: step_s(schedules.of(item), 1.0, Machine(0.0, 0.0))
+        for item in contestants(Setting(True, "cpu_gloo"))
+    }
+    assert min(found, key=lambda name: found[name]) in (DDP, NONE, AUTO)
+    assert max(found, key=lambda name: found[name]) in (FSDP2, FSDP2_COMPILED, EAGER), (
+        "collectives that block"
     )
-    traced_ns = sum(facts.plan.step_ns for facts in report.graphs)
-    compute_ns = sum(sum(facts.problem.region_ns) for facts in report.graphs)
-    assert step_s(report.graphs, Machine(compute_ns / 1e9, 0.0)) < 0.9 * traced_ns / 1e9
+    assert found[NONE] < 0.9 * found[NO_PASSES], "the pass over the final order is in the prediction"
+
+
+def test_collectives_that_block_cost_what_they_take(schedules):
+    (eager,) = (item for item in contestants(Setting(True, "cpu_gloo")) if item.name == EAGER)
+    graphs = schedules.of(eager)
+    alone_ns = sum(
+        facts.problem.alpha_ns[item.key] + item.transfer_ns + facts.problem.issue_ns
+        for facts in graphs
+        for item in facts.problem.collectives
+    )
+    compute_ns = sum(sum(facts.problem.region_ns) for facts in graphs)
+    assert step_s(graphs, 1.0, Machine(0.0, 0.0)) == pytest.approx((alone_ns + compute_ns) / 1e9, rel=0.05)
 
 
 def test_contestants_run_with_the_options_of_the_setting():
