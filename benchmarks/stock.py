@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _PREFIX = "aten_distributed_optimizations"
+_KEEP_ORDER = {
+    "reorder_for_peak_memory": False,
+    "reorder_for_compute_comm_overlap": False,
+    "allow_buffer_reuse": False,
+}
+"""Without these TorchInductor undoes the order that its overlap passes have made; torchtitan sets them, too."""
 _NS_PER_MS = 1e6
 _COLLECTIVES = {
     torch.ops._c10d_functional.all_gather_into_tensor.default: "all_gather",
@@ -62,12 +68,14 @@ def overlap_scheduling(profile: HardwareProfile, ranks: int, block_bytes: int) -
     wanted = {
         "enable_overlap_scheduling": True,
         "collective_bucketing": True,
+        "insert_overlap_deps": True,
         "compute_estimator": "analytical",
         "custom_runtime_estimation": _CollectiveTimes(profile, ranks),
         "pre_bucketing_fsdp_collectives_bucket_cap_mb": block_bytes / 2**20,
     }
     known = config.aten_distributed_optimizations
-    return {f"{_PREFIX}.{name}": value for name, value in wanted.items() if hasattr(known, name)}
+    chosen = {f"{_PREFIX}.{name}": value for name, value in wanted.items() if hasattr(known, name)}
+    return _KEEP_ORDER | chosen
 
 
 def per_block_bucketing(blocks: Sequence[str]) -> dict[str, Any]:
@@ -76,7 +84,7 @@ def per_block_bucketing(blocks: Sequence[str]) -> dict[str, Any]:
     Args:
         blocks: fully qualified names.
     """
-    return {"post_grad_custom_post_pass": _ManualBuckets(tuple(blocks))}
+    return _KEEP_ORDER | {"post_grad_custom_post_pass": _ManualBuckets(tuple(blocks))}
 
 
 def give_device_numbers(profile: HardwareProfile) -> None:
@@ -123,7 +131,7 @@ class _ManualBuckets(CustomGraphPass):
         from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
 
         assert graph.owning_module is not None
-        manual_overlap_bucketing(graph.owning_module, list(self._blocks), insert_overlap_deps=False)
+        manual_overlap_bucketing(graph.owning_module, list(self._blocks), insert_overlap_deps=True)
 
     def uuid(self) -> bytes:
         return hashlib.sha256(f"per-block buckets {self._blocks} {torch.__version__}".encode()).digest()
