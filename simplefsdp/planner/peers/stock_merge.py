@@ -101,6 +101,12 @@ class _Merging:
         }
         self._serves = {step.number for step in used if step.what == WAIT}
         self._bucket_of = [[number] for number in range(len(items))]
+        # Of a bucket, at its first member: what hides it first and last.
+        end = len(placed.steps)
+        hiders = [[self._at[step] for step in steps] for steps in placed.hidden_by]
+        self._own_first_hider = [min(its_hiders, default=end) for its_hiders in hiders]
+        self._first_hider = list(self._own_first_hider)
+        self._last_hider = [max(its_hiders, default=-1) for its_hiders in hiders]
         self._read_at: dict[int, int] = {}  # where a result is first read
         self._made_at: dict[int, int] = {}  # where the last input comes from
         self._start_of: dict[int, _Event] = {}
@@ -202,20 +208,27 @@ class _Merging:
 
     def _may_meet(self, bucket: list[int], other: int, start: int, wait: int) -> bool:
         """Whether the starts may meet at that of `start`, and the waits at that of `wait`."""
-        everyone = [*bucket, other]
+        first = bucket[0]
         begin, end = self._start_of[start].at, self._wait_of[wait].at
-        hiders = [self._at[step] for number in everyone for step in self._placed.hidden_by[number]]
-        if not all(begin < at < end for at in hiders) or begin > min(self._wait_of[bucket[0]].at, end):
+        if begin > min(self._wait_of[first].at, end):
             return False
-        if any(self._made_at[number] > begin or self._read_at[number] < end for number in everyone):
+        if max(self._made_at[first], self._made_at[other]) > begin:
             return False
-        return self._keeps_others_hidden(bucket[0], other, start, wait, hiders)
+        if min(self._read_at[first], self._read_at[other]) < end:
+            return False
+        if min(self._first_hider[first], self._first_hider[other]) <= begin:
+            return False
+        if max(self._last_hider[first], self._last_hider[other]) >= end:
+            return False
+        return self._keeps_others_hidden(bucket, other, start, wait)
 
-    def _keeps_others_hidden(self, first: int, other: int, start: int, wait: int, hiders: list[int]) -> bool:
+    def _keeps_others_hidden(self, bucket: list[int], other: int, start: int, wait: int) -> bool:
+        first = bucket[0]
         begin, end = self._start_of[start], self._wait_of[wait]
         busy = [(begin.at, end.at)]
-        hidden = [(begin.at, at) for at in hiders]
-        ours = {*self._bucket_of[first], other}
+        # Of what hides a collective the first is the one that another's wait cuts off most easily.
+        hidden = [(begin.at, min(self._first_hider[first], self._first_hider[other]))]
+        ours = {*bucket, other}
         latest = max(self._start_of[first].at, self._start_of[other].at)
         earliest = min(self._wait_of[first].at, self._wait_of[other].at)
         passed: list[_Event] = []
@@ -233,7 +246,7 @@ class _Merging:
                 continue
             its_begin = self._start_of[number].at
             busy.append((its_begin, self._wait_of[number].at))
-            hidden += [(its_begin, self._at[step]) for step in self._placed.hidden_by[number]]
+            hidden.append((its_begin, self._own_first_hider[number]))
         return not any(outer[0] < inner[0] and inner[1] < outer[1] for inner in hidden for outer in busy)
 
     def _meet(self, bucket: list[int], other: int, start: int, wait: int) -> None:
@@ -244,6 +257,10 @@ class _Merging:
                 if events[number] is not kept:
                     _unlink(events[number])
                 events[number] = kept
+        self._made_at[first] = max(self._made_at[first], self._made_at[other])
+        self._read_at[first] = min(self._read_at[first], self._read_at[other])
+        self._first_hider[first] = min(self._first_hider[first], self._first_hider[other])
+        self._last_hider[first] = max(self._last_hider[first], self._last_hider[other])
 
     def result(self) -> Merged:
         """The buckets, and their starts and waits in order."""

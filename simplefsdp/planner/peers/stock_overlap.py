@@ -24,14 +24,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from inductor_passes.plan import Role
-from inductor_passes.planners.bound import lower_bound
-from inductor_passes.planners.instance import Instance
-from inductor_passes.planners.schedule import make_plan
 from simplefsdp.explainer.facts import GraphFacts
 from simplefsdp.planner.peers.stock_memory import LIMITS, Item, Limits
 from simplefsdp.planner.peers.stock_merge import merge
 from simplefsdp.planner.peers.stock_order import place
-from simplefsdp.planner.peers.units import is_all_reduce
+from simplefsdp.planner.peers.units import is_all_reduce, plan_of
 
 if TYPE_CHECKING:
     from inductor_passes.costs.profiles import HardwareProfile
@@ -112,8 +109,7 @@ def plan_stock_overlap(facts: GraphFacts, cap_bytes: int | None, limits: Limits 
     merged = merge(facts, items, place(facts, items, limits))
     members = [[number for at in bucket for number in items[at].members] for bucket in merged.buckets]
     events = [(event.slot, event.bucket, event.is_wait) for event in merged.events]
-    bound = lower_bound(Instance(facts.problem))
-    return dataclasses.replace(facts, plan=make_plan(facts.problem, STOCK_OVERLAP, members, events, bound))
+    return dataclasses.replace(facts, plan=plan_of(facts, STOCK_OVERLAP, members, events))
 
 
 def _buckets_before(facts: GraphFacts, cap_bytes: int | None) -> list[list[int]]:

@@ -127,9 +127,16 @@ def with_plan(facts: GraphFacts, name: str, moves: Sequence[Move]) -> GraphFacts
     events = [
         (move.slot, number_of[move.unit], move.is_wait) for move in sorted(moves, key=lambda move: move.slot)
     ]
-    bound = lower_bound(Instance(facts.problem))
-    plan: Plan = make_plan(facts.problem, name, [unit.members for unit in units], events, bound)
-    return dataclasses.replace(facts, plan=plan)
+    return dataclasses.replace(facts, plan=plan_of(facts, name, [unit.members for unit in units], events))
+
+
+def plan_of(
+    facts: GraphFacts, name: str, members: Sequence[Sequence[int]], events: Sequence[tuple[int, int, bool]]
+) -> Plan:
+    """The plan of a decision, as `make_plan` takes it. Others know nothing of our memory budget: their bound is that of
+    plans without one."""
+    unbudgeted = dataclasses.replace(facts.problem, memory_budget_bytes=None)
+    return make_plan(facts.problem, name, members, events, lower_bound(Instance(unbudgeted)))
 
 
 def freed_together(facts: GraphFacts, gathers: Iterable[Unit], kept: Collection[str | None]) -> GraphFacts:
