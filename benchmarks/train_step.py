@@ -36,6 +36,7 @@ from benchmarks.netbed import open_bed
 from benchmarks.pictures import draw_steps
 from benchmarks.prediction import Machine, Prediction, judge, machine_of, predict
 from benchmarks.record import RESULTS, command_line, conditions, markdown, quartiles, write
+from benchmarks.rounds import in_turn, not_reached, reason_of
 from benchmarks.targets import targets
 from benchmarks.workload import Workload, add_arguments, from_options, optimizer_of
 
@@ -66,7 +67,6 @@ class Runner:
         self.failures: dict[str, str] = {}
         self.setup_s: dict[str, float] = {}
         self.steps: dict[str, Callable[[], object]] = {}
-        self.processor_s: dict[str, list[float]] = {}
         self._limit_s = limit_s
         self.batch = workload.tokens(dist.get_rank())
         model = workload.model()
@@ -77,23 +77,21 @@ class Runner:
             if contestant.unavailable:
                 self.failures[contestant.name] = contestant.unavailable
             elif self._overdue(begin):
-                self.failures[contestant.name] = f"not set up: the limit of {limit_s:.0f} s had passed"
+                self.failures[contestant.name] = not_reached(limit_s)
             else:
                 self._add(contestant, copy.deepcopy(model))
 
-    def measure(self) -> dict[str, list[float]]:
-        """Seconds per step of every contestant in every round, of the slowest rank.
-
-        `processor_s` gets what of a processor a step took on the rank that took most, gloo's threads included.
-        """
+    def measure(self) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+        """Seconds per step of every contestant in every round, of the slowest rank; and seconds of a processor that a
+        step took on the rank that took most, gloo's threads included."""
         names = list(self.steps)
         times: dict[str, list[float]] = {name: [] for name in names}
-        self.processor_s = {name: [] for name in names}
+        processor: dict[str, list[float]] = {name: [] for name in names}
         start = time.perf_counter()
         for turn in range(self.workload.rounds):
             if turn >= _LEAST_ROUNDS and self._overdue(start):
                 break
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            for name in in_turn(names, turn):
                 dist.barrier()
                 begin, busy = time.perf_counter(), time.process_time()
                 for _ in range(self.workload.steps):
@@ -101,8 +99,8 @@ class Runner:
                 taken = (time.perf_counter() - begin) / self.workload.steps
                 busy = (time.process_time() - busy) / self.workload.steps
                 times[name].append(_largest(taken))
-                self.processor_s[name].append(_largest(busy))
-        return times
+                processor[name].append(_largest(busy))
+        return times, processor
 
     def _overdue(self, begin: float) -> bool:
         return _largest(time.perf_counter() - begin) > self._limit_s
@@ -115,8 +113,7 @@ class Runner:
                 step()
         except Exception as error:
             # Equal on every rank: what fails here fails while compiling.
-            lines = str(error).strip().splitlines() or [""]
-            self.failures[contestant.name] = f"{type(error).__name__}: {lines[0]}"
+            self.failures[contestant.name] = reason_of(error)
             return
         self.setup_s[contestant.name] = time.perf_counter() - begin
         self.steps[contestant.name] = step
@@ -183,11 +180,11 @@ def work(workload: Workload, profile: str, only: Sequence[str], limit_s: float) 
     torch._dynamo.config.recompile_limit = 64
     runner = Runner(workload, entrants(workload, profile, only), limit_s)
     load = os.getloadavg()[0]
-    times = runner.measure()
+    times, processor = runner.measure()
     if dist.get_rank() == 0:
         found = {
             "times": times,
-            "processor_s": runner.processor_s,
+            "processor_s": processor,
             "losses": runner.losses,
             "failures": runner.failures,
             "setup_s": runner.setup_s,
