@@ -37,9 +37,11 @@ _KEEP_ORDER = {
 """Without these TorchInductor undoes the order that its overlap passes have made; torchtitan sets them, too."""
 _NS_PER_MS = 1e6
 _COLLECTIVES = {
-    torch.ops._c10d_functional.all_gather_into_tensor.default: "all_gather",
-    torch.ops._c10d_functional.reduce_scatter_tensor.default: "reduce_scatter",
-    torch.ops._c10d_functional.all_reduce.default: "all_reduce",
+    torch.ops._c10d_functional.all_gather_into_tensor: "all_gather",
+    torch.ops._c10d_functional.all_gather_into_tensor_out: "all_gather",  # of buckets
+    torch.ops._c10d_functional.reduce_scatter_tensor: "reduce_scatter",
+    torch.ops._c10d_functional.reduce_scatter_tensor_out: "reduce_scatter",
+    torch.ops._c10d_functional.all_reduce: "all_reduce",
 }
 
 
@@ -113,7 +115,7 @@ class _CollectiveTimes:
     ranks: int
 
     def __call__(self, node: fx.Node, size_bytes: int | None = None) -> float | None:
-        kind = _COLLECTIVES.get(node.target)  # type: ignore[call-overload]
+        kind = _COLLECTIVES.get(getattr(node.target, "overloadpacket", None))  # type: ignore[call-overload]
         if kind is None:
             return None
         if size_bytes is None:
