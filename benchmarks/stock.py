@@ -36,7 +36,7 @@ _KEEP_ORDER = {
 }
 """Without these TorchInductor undoes the order that its overlap passes have made; torchtitan sets them, too."""
 _NS_PER_MS = 1e6
-_COLLECTIVES = {
+_COLLECTIVES: dict[object, str] = {
     torch.ops._c10d_functional.all_gather_into_tensor: "all_gather",
     torch.ops._c10d_functional.all_gather_into_tensor_out: "all_gather",  # of buckets
     torch.ops._c10d_functional.reduce_scatter_tensor: "reduce_scatter",
@@ -115,7 +115,7 @@ class _CollectiveTimes:
     ranks: int
 
     def __call__(self, node: fx.Node, size_bytes: int | None = None) -> float | None:
-        kind = _COLLECTIVES.get(getattr(node.target, "overloadpacket", None))  # type: ignore[call-overload]
+        kind = _COLLECTIVES.get(getattr(node.target, "overloadpacket", None))
         if kind is None:
             return None
         if size_bytes is None:

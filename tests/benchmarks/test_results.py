@@ -32,6 +32,7 @@ from benchmarks.names import (
 )
 from benchmarks.pictures import draw_fits, draw_steps
 from benchmarks.prediction import Machine, Prediction, Schedules, judge, machine_of, scale_to, step_s
+from benchmarks.stock import overlap_scheduling
 from benchmarks.targets import targets
 from benchmarks.workload import Workload
 from inductor_passes import PassConfig
@@ -325,3 +326,20 @@ def test_time_of_passes_is_that_of_every_call_and_ends_with_the_block():
 
 def test_measured_medians_reach_the_targets():
     assert dataclasses.astuple(targets({COMPUTE: 2.0, COMMUNICATION: 1.0, AUTO: 2.0})[0])[1:3] == (1.10, 1.0)
+
+
+def test_stock_passes_are_told_the_time_of_every_gather_that_buckets_become():
+    profile = load_profile("h100_sxm")
+    estimate = next(
+        value
+        for name, value in overlap_scheduling(profile, 8, MIB).items()
+        if name.endswith("runtime_estimation")
+    )
+    ops = torch.ops._c10d_functional
+    times = set()
+    for target in (ops.all_gather_into_tensor.default, ops.all_gather_into_tensor_out.default):
+        node = torch.fx.Graph().call_function(target)
+        node.meta["val"] = torch.empty(8, MIB, device="meta")
+        times.add(estimate(node))
+    assert len(times) == 1
+    assert times.pop() > 0.01  # 32 MiB in 450 GB/s take more than that many ms

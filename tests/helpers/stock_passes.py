@@ -140,7 +140,7 @@ def schedule_overlap(traced: Traced, problem: PlanningProblem, price: Price, **o
 
     with _device_numbers():
         overlap_scheduling.schedule_overlap_bucketing(
-            graph.owning_module,
+            _module_of(graph),
             collective_bucketing=True,
             compute_estimator="analytical",
             insert_overlap_deps=False,
@@ -160,7 +160,7 @@ def schedule_by_block(traced: Traced, blocks: Sequence[str]) -> list[Travel]:
 
     with _device_numbers():
         manual_overlap_bucketing(
-            graph.owning_module, list(blocks), insert_overlap_deps=False, module_stack_fn=modules
+            _module_of(graph), list(blocks), insert_overlap_deps=False, module_stack_fn=modules
         )
     return _travels(traced, graph)
 
@@ -184,6 +184,11 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     return fx.GraphModule(nn.Module(), new).graph
 
 
+def _module_of(graph: fx.Graph) -> fx.GraphModule:
+    assert graph.owning_module is not None
+    return graph.owning_module
+
+
 def _anchor(nodes: Sequence[fx.Node]) -> fx.Node:
     products = [node for node in nodes if overlap_scheduling.is_compute_node(node)]
     return next(iter(products or [node for node in nodes if not fxg.is_view(node)] or nodes))
@@ -194,7 +199,7 @@ def _kind_of(node: fx.Node) -> str | None:
 
 
 def _bytes(node: fx.Node) -> int:
-    value = node.meta["val"]
+    value: torch.Tensor = node.meta["val"]
     return value.numel() * value.element_size()
 
 
@@ -246,13 +251,13 @@ def _travels(traced: Traced, graph: fx.Graph) -> list[Travel]:
         count += node.name in products
     out = []
     for node in graph.nodes:
-        kind = _kind_of(node)
-        if kind is None:
+        moved = _kind_of(node)
+        if moved is None:
             continue
-        if kind == "all_gather":
+        if moved == "all_gather":
             members = {gathers[name] for name in _sources(node, is_parameter) if name in gathers}
         else:
-            members = {makers[kind][name] for name in _sources(node, is_computed)}
+            members = {makers[moved][name] for name in _sources(node, is_computed)}
         wait = next(user for user in node.users if fxg.is_wait(user))
         out.append(Travel(tuple(sorted(members)), position[node], position[wait]))
     return out
