@@ -76,7 +76,7 @@ def recorded() -> dict[PublishedRow, Modelled]:
 def record(items: Iterable[tuple[PublishedRow, Modelled]]) -> None:
     """Write the predictions that come with a release."""
     found = {
-        row.name: {"tokens_per_s": round(item.tokens_per_s), "memory_gib": round(item.memory_gib, 1)}
+        row.name: {"tokens_per_s": round(item.tokens_per_s), "memory_gib": round(item.memory_gib, 2)}
         for row, item in items
     }
     _RECORD.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
