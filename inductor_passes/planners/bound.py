@@ -1,6 +1,6 @@
-"""A bound no plan can beat, and what it comes from.
+"""A bound that no plan of the planners can beat, and what it comes from.
 
-Owns the bound only. It holds for every bucketing the planners may make, every order and every memory budget,
+Owns the bound only. It holds for every bucketing the planners may make (of neighbours), every order and every budget,
 so the distance to it is an upper limit on what planning could still gain. Three arguments, the largest
 counts:
 

@@ -35,7 +35,7 @@ class Verdict:
 
     Args:
         step_ns: forward and backward.
-        bound_ns: what no plan can beat.
+        bound_ns: what no plan of the planners can beat.
         exposed_ns: time in which compute waits for communication.
         peak_bytes: most bytes held beside parameters, buffers and optimizer states.
         change: what to change, "" when nothing is worth it.

@@ -56,7 +56,8 @@ class Prediction:
         planner: who decided the schedule.
         timelines: forward and backward.
         optimizer_ns: clipping and AdamW.
-        bound_ns: what no plan can beat, optimizer included.
+        bound_ns: what no plan of the planners can beat, optimizer included; others that merge what is not next to each
+            other may, by little.
         memory: at the peak.
         tokens: of one device in one step, None where the model has no such notion.
         flops_per_token: None where it is not known.
