@@ -190,7 +190,8 @@ def test_the_command_prints_and_draws_all_ways_to_shard(capsys, tmp_path):
     arguments = ["--model", f"{__name__}:build", "--gpus", "16", "--planners", "greedy", "--scale"]
     assert main(["plan", *arguments, "--plot", str(picture)]) == 0
     said = capsys.readouterr().out
-    weak, *tables = said[said.index("weak scaling") :].split("\n\n")
+    weak, *tables, trust = said[said.index("weak scaling") :].split("\n\n")
+    assert trust.startswith("How far to trust this")
     assert "modelled, hardware profile h100_sxm" in weak
     assert [table.splitlines()[0] for table in tables] == ["sharded over all", "sharded over 8", "replicated"]
     devices = [[line.split()[0] for line in table.splitlines()[2:]] for table in tables]
