@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -54,6 +55,7 @@ __all__ = [
     "tree_map_only",
     "version",
     "while_tracing",
+    "with_own_code",
     "write_count",
 ]
 
@@ -309,3 +311,19 @@ def recompile_reasons(known: Iterable[Any]) -> list[tuple[str, str]]:
         for item in compilations()
         if id(item) not in old and getattr(item, "recompile_reason", None)
     ]
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a function whose compilations are its own, and go with it.
+
+    Dynamo keeps compilations with the code that they are of, and goes over to eager mode after 8 (`recompile_limit`):
+    functions that share code share that number.
+    """
+    assert isinstance(function, types.FunctionType)
+    return types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )

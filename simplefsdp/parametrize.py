@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -176,23 +175,10 @@ def _make_class(base: Any, names: tuple[str, ...]) -> Any:
             "__module__": base.__module__,
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
-            "__call__": _with_own_code(ShardedModule.__call__),
+            "__call__": _compat.with_own_code(ShardedModule.__call__),
         }
     )
     return type(base.__name__, (ShardedModule, base), namespace)
-
-
-def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a function for one class. Dynamo counts compilations by code, and goes over to eager mode after 8 of
-    one (`recompile_limit`): classes that share code would share that number."""
-    assert isinstance(function, types.FunctionType)
-    return types.FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
 
 
 def install(module: nn.Module, state: ModuleState, parameters: dict[str, nn.Parameter]) -> None:

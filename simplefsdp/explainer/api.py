@@ -149,18 +149,13 @@ def _quiet_dynamo() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _with_own_code(model: nn.Module) -> Callable[..., Any]:
-    """A function of its own that calls the model, so that what Dynamo compiles of it goes with it.
-
-    Dynamo keeps compilations with the code that they are of, and goes over to eager mode after 8 (`recompile_limit`):
-    without this, in the ninth report of a class of models, or when a model that was explained before is trained.
-    """
+def _step_of(model: nn.Module) -> Callable[..., Any]:
+    """A function of its own that calls the model: reports do not add up, nor count against a training that follows."""
 
     def step(*inputs: Any) -> Any:
         return model(*inputs)
 
-    step.__code__ = step.__code__.replace()
-    return step
+    return _compat.with_own_code(step)
 
 
 def _trace(
@@ -174,7 +169,7 @@ def _trace(
     capture = Capture(setups, pinned, eager)
     known = _compat.compilations()
     # Never dynamic: an earlier trace with other sizes would make Dynamo put symbols for them, which have no cost.
-    compiled = torch.compile(_with_own_code(model), backend=capture, dynamic=False)
+    compiled = torch.compile(_step_of(model), backend=capture, dynamic=False)
     with warnings.catch_warnings(), _quiet_dynamo():
         warnings.filterwarnings(
             "ignore", message="the .* pass keeps", category=RuntimeWarning
