@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import simplefsdp
 from benchmarks.contestants import BLOCKS, Contestant
@@ -36,6 +36,7 @@ from inductor_passes.inorder import plan_in_order
 from inductor_passes.plan import ISSUE, WAIT, Event
 from simplefsdp.explainer.facts import GraphFacts
 from simplefsdp.explainer.schedule import COMPUTE_ROW, make_timeline
+from simplefsdp.planner.build import planned
 from simplefsdp.planner.peers import (
     NotModelledError,
     compile_blocks,
@@ -152,7 +153,7 @@ class Schedules:
 
     def __init__(self, workload: Workload, profile: str, ranks: int) -> None:
         self._workload, self._profile, self._ranks = workload, profile, ranks
-        report = self._explain(PassConfig("none", BLOCKS), eager=True)
+        report = self._explain()
         self.traced: Pair = _pair(report.graphs)
         self._eager: Pair = _pair(report.eager)
 
@@ -163,7 +164,7 @@ class Schedules:
             NotModelledError: there are no rules for it here.
         """
         if contestant.config is not None:
-            return _pair(_in_final_order(item) for item in self._explain(contestant.config).graphs)
+            return _pair(map(_in_final_order, planned(self.traced, contestant.config.planner)))
         rules: dict[str, Callable[[], Pair]] = {
             DDP: self._ddp,
             # On CPUs FSDP2 has no streams, and its collectives block.
@@ -180,23 +181,23 @@ class Schedules:
             raise NotModelledError(contestant.name)
         return rules[contestant.name]()
 
-    def _explain(
-        self, config: PassConfig, *, eager: bool = False, sharding_factor: int | None = None
-    ) -> Report:
-        wrap: dict[str, Any] = {"passes": config, "reshard_after_forward": self._workload.reshard}
-        if sharding_factor is not None:
-            wrap["sharding_factor"] = sharding_factor
+    def _explain(self, sharding_factor: int | None = None) -> Report:
+        wrap = {
+            "passes": PassConfig("none", BLOCKS),
+            "reshard_after_forward": self._workload.reshard,
+            "sharding_factor": sharding_factor,
+        }
         return simplefsdp.explain(
             self._workload.model(),
             *self._workload.tokens(0),
             ranks=self._ranks,
             profile=self._profile,
             wrap=wrap,
-            eager=eager,
+            eager=True,
         )
 
     def _ddp(self) -> Pair:
-        report = self._explain(PassConfig("none", BLOCKS), eager=True, sharding_factor=1)
+        report = self._explain(sharding_factor=1)
         return plan_ddp(*_pair(report.eager), DDP)
 
     def _compiled_blocks(self) -> Pair:

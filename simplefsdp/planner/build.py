@@ -117,12 +117,13 @@ def trace(
             restore(target.model, stack, removed)
         else:
             note = f"{TRACED_LAYERS} of the {stack.layers} equal layers of {stack.name!r} traced, one of them repeated"
-            return Traced(_planned(graphs, planner), parameters, note, report.warnings, eager_graphs)
+            return Traced(planned(graphs, planner), parameters, note, report.warnings, eager_graphs)
     report = explain(target.model, *target.inputs, ranks=gpus, wrap=wrap, title=target.name, eager=eager)
-    return Traced(_planned(report.graphs, planner), parameters, note, report.warnings, report.eager)
+    return Traced(planned(report.graphs, planner), parameters, note, report.warnings, report.eager)
 
 
-def _planned(graphs: Iterable[GraphFacts], planner: str) -> tuple[GraphFacts, ...]:
+def planned(graphs: Iterable[GraphFacts], planner: str) -> tuple[GraphFacts, ...]:
+    """The same graphs with plans of a planner; what has one already keeps it."""
     return tuple(
         facts
         if facts.plan.planner == planner
