@@ -7,8 +7,8 @@ last as long as compute was measured to last alone on this machine, plus the mea
 error is left out, and what is tested is the model of communication, of copies, and of what hides what. Eager kernels
 are scaled by as much. Schedules of others are those of `simplefsdp.planner.peers`, and what FSDP2 does on CPUs: block.
 
-Ranks of one machine share its cores with the threads that communicate, so compute is slower while communication runs:
-see `machine_of`. On a cluster the network card does that work; there the pace is 1.
+What is particular to ranks of one machine that communicate by gloo is measured, see `machine`: compute is slower while
+communication runs, and a collective takes longer when nothing else is in flight.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ from typing import TYPE_CHECKING
 import simplefsdp
 from benchmarks.contestants import BLOCKS, Contestant
 from benchmarks.names import (
-    COMMUNICATION,
-    COMPUTE,
     DDP,
     EAGER,
     FSDP2,
     FSDP2_COMPILED,
     NO_PASSES,
-    OPTIMIZER,
     STOCK_BLOCKS,
     STOCK_OVERLAP,
 )
@@ -49,6 +46,7 @@ from simplefsdp.planner.peers import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from benchmarks.machine import Machine
     from benchmarks.workload import Workload
     from simplefsdp.explainer.report import Report
     from simplefsdp.explainer.schedule import Timeline
@@ -56,41 +54,8 @@ if TYPE_CHECKING:
 Pair = tuple[GraphFacts, GraphFacts]
 
 _NS_PER_S = 1e9
-_LEAST_PACE = 0.1
-"""Compute never stops: the scheduler of the operating system gives every thread its turn."""
 _SETTLED = 1e-3
 _MOST_PASSES = 50
-
-
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """What a run measured of the machine itself.
-
-    Args:
-        compute_s: seconds of forward and backward without communication or optimizer.
-        optimizer_s: seconds of the optimizer.
-        pace: speed of compute while communication runs, as a part of its speed alone.
-    """
-
-    compute_s: float
-    optimizer_s: float
-    pace: float = 1.0
-
-
-def machine_of(times: Mapping[str, float], busy: Mapping[str, float], cores: float) -> Machine:
-    """The machine as a run found it.
-
-    Compute alone and communication alone each keep so many cores busy. Where both together need more than there are,
-    communication gets what it needs, for its threads run in short bursts, and compute what is left.
-
-    Args:
-        times: median seconds per step, by contestant.
-        busy: median seconds of processor per step and rank, by contestant.
-        cores: cores for each rank.
-    """
-    needs = {name: busy[name] / times[name] for name in (COMPUTE, COMMUNICATION)}
-    pace = (cores - needs[COMMUNICATION]) / needs[COMPUTE]
-    return Machine(times[COMPUTE] - times[OPTIMIZER], times[OPTIMIZER], min(1.0, max(_LEAST_PACE, pace)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,10 +210,10 @@ def step_s(graphs: Iterable[GraphFacts], scale: float, machine: Machine) -> floa
         scale: of all compute.
         machine: where it runs.
     """
-    return sum(_graph_ns(facts, scale, machine.pace) for facts in graphs) / _NS_PER_S + machine.optimizer_s
+    return sum(_graph_ns(facts, scale, machine) for facts in graphs) / _NS_PER_S + machine.optimizer_s
 
 
-def _graph_ns(facts: GraphFacts, scale: float, pace: float) -> int:
+def _graph_ns(facts: GraphFacts, scale: float, machine: Machine) -> int:
     """Modelled ns of a graph whose compute is scaled, and slower while communication runs.
 
     Slower compute hides more communication, which slows more of it: repeated until it settles.
@@ -257,18 +222,42 @@ def _graph_ns(facts: GraphFacts, scale: float, pace: float) -> int:
     hidden_ns = 0
     for _ in range(_MOST_PASSES):
         # Of the time that communication is hidden, compute gets the part `pace`; it needs the rest again.
-        stretch = 1 + hidden_ns * (1 - pace) / compute_ns
-        timeline = _timeline(facts, scale * stretch)
+        stretch = 1 + hidden_ns * (1 - machine.pace) / compute_ns
+        timeline = _timeline(facts, scale * stretch, machine)
         before, hidden_ns = hidden_ns, _hidden_ns(timeline)
         if abs(hidden_ns - before) <= _SETTLED * timeline.step_ns:
             break
     return timeline.step_ns
 
 
-def _timeline(facts: GraphFacts, scale: float) -> Timeline:
+def _timeline(facts: GraphFacts, scale: float, machine: Machine) -> Timeline:
+    """The schedule with scaled compute, in which a bucket ends no sooner than a lone collective would.
+
+    What a bucket takes longer for it, and so who waits behind it, follows from the schedule: repeated until it settles.
+    """
     regions = tuple(round(time_ns * scale) for time_ns in facts.problem.region_ns)
-    problem = dataclasses.replace(facts.problem, region_ns=regions)
-    return make_timeline(dataclasses.replace(facts, problem=problem))
+    buckets = facts.plan.buckets
+    sizes = [sum(facts.problem.collectives[number].size_bytes for number in item.members) for item in buckets]
+    kinds = [facts.problem.collectives[item.members[0]].key.kind for item in buckets]
+    lone_ns = [machine.lone_ns(kind, size) for kind, size in zip(kinds, sizes, strict=True)]
+    more_ns = [0] * len(buckets)
+    for _ in range(_MOST_PASSES):
+        items = list(facts.problem.collectives)
+        for bucket, more in zip(buckets, more_ns, strict=True):
+            first = bucket.members[0]
+            items[first] = dataclasses.replace(items[first], transfer_ns=items[first].transfer_ns + more)
+        problem = dataclasses.replace(facts.problem, region_ns=regions, collectives=tuple(items))
+        timeline = make_timeline(dataclasses.replace(facts, problem=problem))
+        before, more_ns = (
+            more_ns,
+            [
+                max(0, item.issued_ns + lone - (item.end_ns - more))
+                for item, lone, more in zip(timeline.buckets, lone_ns, more_ns, strict=True)
+            ],
+        )
+        if more_ns == before:
+            break
+    return timeline
 
 
 def _hidden_ns(timeline: Timeline) -> int:

@@ -9,7 +9,7 @@ quartiles. "compute alone" is the compiled model on every rank at once without c
 shards; "communication alone" is one gather per block in forward, one in backward (when resharding) and one reduction
 per block, all started at once. Warm-up and compilation come before and are not in the times. The machine is calibrated
 first, on the same network; our planners, the stock passes and the predictions use that profile. A result comes with the
-targets it met and missed, the simulator's predictions, and a picture.
+targets it met and missed, the simulator's predictions, a picture, and a file with every single time.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.contestants import Contestant, Setting, contestants
+from benchmarks.machine import Machine, busy_s, lone_times, machine_of
 from benchmarks.names import COMMUNICATION, COMPUTE, OPTIMIZER
 from benchmarks.netbed import open_bed
 from benchmarks.pictures import draw_steps
-from benchmarks.prediction import Machine, Prediction, judge, machine_of, predict
+from benchmarks.prediction import Prediction, judge, predict
 from benchmarks.record import RESULTS, command_line, conditions, markdown, quartiles, write
 from benchmarks.rounds import in_turn, not_reached, reason_of
 from benchmarks.targets import targets
 from benchmarks.workload import Workload, add_arguments, from_options, optimizer_of
+from inductor_passes.costs.profiles import load_profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -82,25 +84,25 @@ class Runner:
                 self._add(contestant, copy.deepcopy(model))
 
     def measure(self) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-        """Seconds per step of every contestant in every round, of the slowest rank; and seconds of a processor that a
-        step took on the rank that took most, gloo's threads included."""
+        """Seconds per step of every contestant in every round, of the slowest rank; and seconds of a core that the step
+        kept busy, the machine's divided by the ranks."""
         names = list(self.steps)
         times: dict[str, list[float]] = {name: [] for name in names}
-        processor: dict[str, list[float]] = {name: [] for name in names}
+        busy: dict[str, list[float]] = {name: [] for name in names}
         start = time.perf_counter()
         for turn in range(self.workload.rounds):
             if turn >= _LEAST_ROUNDS and self._overdue(start):
                 break
             for name in in_turn(names, turn):
                 dist.barrier()
-                begin, busy = time.perf_counter(), time.process_time()
+                begin, before = time.perf_counter(), busy_s()
                 for _ in range(self.workload.steps):
                     self.steps[name]()
                 taken = (time.perf_counter() - begin) / self.workload.steps
-                busy = (time.process_time() - busy) / self.workload.steps
+                worked = (busy_s() - before) / self.workload.steps / self.mesh.size()
                 times[name].append(_largest(taken))
-                processor[name].append(_largest(busy))
-        return times, processor
+                busy[name].append(_largest(worked))
+        return times, busy
 
     def _overdue(self, begin: float) -> bool:
         return _largest(time.perf_counter() - begin) > self._limit_s
@@ -178,13 +180,15 @@ def work(workload: Workload, profile: str, only: Sequence[str], limit_s: float) 
     torch.set_num_threads(1)
     # Contestants share the model's code, and each is a recompilation of it.
     torch._dynamo.config.recompile_limit = 64
+    lone = lone_times()
     runner = Runner(workload, entrants(workload, profile, only), limit_s)
     load = os.getloadavg()[0]
-    times, processor = runner.measure()
+    times, busy = runner.measure()
     if dist.get_rank() == 0:
         found = {
             "times": times,
-            "processor_s": processor,
+            "busy_s": busy,
+            "lone": lone,
             "losses": runner.losses,
             "failures": runner.failures,
             "setup_s": runner.setup_s,
@@ -205,7 +209,7 @@ def entrants(workload: Workload, profile: str, only: Sequence[str]) -> list[Cont
 
 def table(found: dict[str, Any]) -> list[str]:
     """The measurements as the lines of a Markdown table."""
-    medians, busy = medians_of(found["times"]), medians_of(found["processor_s"])
+    medians, busy = medians_of(found["times"]), medians_of(found["busy_s"])
     floor = max(medians[COMPUTE], medians[COMMUNICATION])
     rows = []
     for name, times in found["times"].items():
@@ -216,7 +220,7 @@ def table(found: dict[str, Any]) -> list[str]:
         step, ratio = f"{medians[name]:.3f}", f"{medians[name] / floor:.2f}"
         rows.append((name, step, spread, ratio, f"{busy[name]:.3f}", loss, setup))
     rows += [(name, f"failed: {reason}", *[""] * 5) for name, reason in found["failures"].items()]
-    head = ("", "step, s", "quartiles", "/ max(compute, communication)", "processor, s", "loss", "set-up, s")
+    head = ("", "step, s", "quartiles", "/ max(compute, communication)", "busy, s", "loss", "set-up, s")
     return markdown(head, rows)
 
 
@@ -249,6 +253,7 @@ def record(
         *conditions(command, found["load"]),
         *(f"- {line}" for line in workload.describe()),
         f"- {rounds} rounds of {workload.steps} steps; communication / compute = {ratio:.2f}",
+        f"- compute and communication together keep all cores busy for {machine.floor_s:.3f} s: no step can be shorter",
         "",
         f"![Step times]({picture})",
         "",
@@ -273,7 +278,8 @@ def record(
 def _basis(profile: str, machine: Machine) -> str:
     return (
         f"The simulator on the hardware profile {profile}; compute scaled to what it takes alone, and while "
-        f"communication runs, which shares the cores, to {machine.pace:.0%} of that speed."
+        f"communication runs, which shares the cores, to {machine.pace:.0%} of that speed; collectives with nothing "
+        "else in flight take as long as measured alone."
     )
 
 
@@ -328,10 +334,11 @@ def main(arguments: list[str]) -> int:
         # Twice the limit, and as much again for the contestant being set up and the window running when it passes.
         printed = bed.run(worker, 3 * options.limit)
         found = json.loads(printed.strip().splitlines()[-1])
+        found["profile"] = json.loads(load_profile(profile).to_json())
         print("measured; predicting", file=sys.stderr)
         medians = medians_of(found["times"])
         cores = len(os.sched_getaffinity(0)) / options.ranks
-        machine = machine_of(medians, medians_of(found["processor_s"]), cores)
+        machine = machine_of(medians, medians_of(found["busy_s"]), cores, found["lone"])
         predictions = predict(
             workload, entrants(workload, profile, options.only), profile, medians, machine, options.ranks
         )
@@ -345,6 +352,7 @@ def main(arguments: list[str]) -> int:
             bars[name] = (low, medians[name], high)
     title = f"{bed.description}: communication / compute = {medians[COMMUNICATION] / medians[COMPUTE]:.2f}"
     draw_steps(bars, max(medians[COMPUTE], medians[COMMUNICATION]), title, picture)
+    out.with_suffix(".json").write_text(json.dumps(found) + "\n", encoding="utf-8")
     write(out, text)
     return 0
 

@@ -14,17 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from inductor_passes import _compat, work
 from inductor_passes._compat import CustomGraphPass, is_tangent, trace_structured
-from inductor_passes.bucket import apply_plan, is_planned, mark_planned, merge_waits, put_in_order
+from inductor_passes.bucket import apply_plan, is_planned, mark_planned, merge_waits
 from inductor_passes.costs.kernel_file import add_kernels
 from inductor_passes.costs.model import ProfileCostModel
+from inductor_passes.graph_plan import GraphPlan, plan_graph
 from inductor_passes.labels import name_collectives
-from inductor_passes.motion import MotionReport, read_motion
-from inductor_passes.plan import Plan, Role
-from inductor_passes.planners import plan_collectives
 from inductor_passes.planners.check import check_plan
-from inductor_passes.planners.motion import plan_motion
-from inductor_passes.planners.tasks import check_motion
-from inductor_passes.program import Program, read_program
 from inductor_passes.readback import kernel_times
 from inductor_passes.reorder import reorder_pass
 from inductor_passes.report import PassRecord, PlanReport, schedule_lines
@@ -36,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import fx
+
+    from inductor_passes.motion import MotionReport
 
 log = logging.getLogger(__name__)
 
@@ -154,19 +151,35 @@ class JointHook(GraphHook):
 
 
 class PostGradHook(GraphHook):
-    """Bucketing and prefetch, on the graph of forward, of backward, or of a call without gradient."""
+    """Bucketing and prefetch, on the graph of forward, of backward, or of a call without gradient.
+
+    Args:
+        setups, pinned: as in `Hook`.
+        planned: called with the plan of each graph before that is rewritten.
+    """
 
     hook = "post_grad_custom_post_pass"
+
+    def __init__(
+        self,
+        setups: tuple[Setup, ...],
+        pinned: bool = False,
+        planned: Callable[[GraphPlan], None] | None = None,
+    ) -> None:
+        super().__init__(setups, pinned)
+        self._planned = planned
 
     def run(self, graph: fx.Graph, setup: Setup) -> None:
         if is_planned(graph):
             return
         merge_waits(graph)
-        self.guarded("bucket", _kind(graph), graph, lambda snapshot: bucket_pass(graph, setup, snapshot))
+        self.guarded(
+            "bucket", _kind(graph), graph, lambda snapshot: bucket_pass(graph, setup, snapshot, self._planned)
+        )
 
 
 def bucket_pass(
-    graph: fx.Graph, setup: Setup, before: Snapshot
+    graph: fx.Graph, setup: Setup, before: Snapshot, planned: Callable[[GraphPlan], None] | None = None
 ) -> tuple[PlanReport] | tuple[PlanReport, MotionReport]:
     """Read a graph, move compute, plan its collectives, rewrite it, verify it.
 
@@ -174,6 +187,7 @@ def bucket_pass(
         graph: forward, backward or inference graph, changed in place.
         setup: options and hardware profile.
         before: the graph as it was; on an exception the caller restores it.
+        planned: called with the plan before the graph is rewritten.
 
     Returns:
         What was planned, and what was moved where something may be.
@@ -182,59 +196,17 @@ def bucket_pass(
         ValueError: the plan breaks a rule.
         VerificationError: the graph that came out breaks an invariant.
     """
-    program, plan = _plan(graph, setup, setup.config.memory_budget_bytes)
-    motion: MotionReport | None = None
-    if setup.config.move_compute and any(item.role is Role.FIXED for item in program.problem.collectives):
-        program, plan, motion = _plan_moved(graph, setup, program, plan)
-    check_plan(program.problem, plan)
-    unread = apply_plan(graph, program, plan)
+    found = plan_graph(graph, setup)
+    if planned is not None:
+        planned(found)
+    check_plan(found.program.problem, found.plan)
+    unread = apply_plan(graph, found.program, found.plan)
     check_graph(graph, before)
     for node in unread:
         graph.erase_node(node)
     mark_planned(graph)
-    report = PlanReport(program.problem, plan)
-    return (report,) if motion is None else (report, motion)
-
-
-def _plan(graph: fx.Graph, setup: Setup, memory_budget_bytes: int | None) -> tuple[Program, Plan]:
-    program = read_program(
-        graph,
-        ProfileCostModel(setup.profile),
-        ranks_per_node=setup.profile.value("ranks_per_node"),
-        blocks=setup.config.blocks,
-        memory_budget_bytes=memory_budget_bytes,
-    )
-    return program, plan_collectives(program.problem, setup.config.planner, bucketing=setup.config.bucketing)
-
-
-def _plan_moved(
-    graph: fx.Graph, setup: Setup, program: Program, plan: Plan
-) -> tuple[Program, Plan, MotionReport]:
-    """Move compute under collectives that are not ours, if the best plan for the new order is shorter.
-
-    Half of the memory budget may go into holding compute back; prefetch gets what is left of the whole.
-
-    Args:
-        graph: the graph, whose order changes if that is better.
-        setup: options and hardware profile.
-        program: the graph as found.
-        plan: the plan for it.
-    """
-    found = list(graph.nodes)
-    reading = read_motion(graph, ProfileCostModel(setup.profile), setup.profile.value("ranks_per_node"))
-    budget = setup.config.memory_budget_bytes
-    motion = plan_motion(reading.problem, None if budget is None else budget // 2)
-    if motion.is_found_order:
-        return program, plan, reading.report(motion)
-    check_motion(reading.problem, motion.order)
-    front = [node for node in found if node.op in ("placeholder", "get_attr")]
-    put_in_order(graph, [*front, *reading.order(motion), graph.output_node()])
-    held = max(0, motion.after.peak_bytes - motion.before.peak_bytes)
-    moved_program, moved_plan = _plan(graph, setup, None if budget is None else budget - held)
-    if moved_plan.step_ns >= plan.step_ns:
-        put_in_order(graph, found)
-        return program, plan, reading.report(motion, "with all collectives the step is not shorter")
-    return moved_program, moved_plan, reading.report(motion)
+    report = PlanReport(found.program.problem, found.plan)
+    return (report,) if found.motion is None else (report, found.motion)
 
 
 class ReorderHook(Hook):

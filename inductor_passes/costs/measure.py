@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 
 IN_FLIGHT = 8
-"""Collectives in the timed queue."""
+"""Collectives in the timed queue, unless another number is asked for."""
+
+_LEAST_SIZES, _LEAST_REPEATS = 4, 3
+_POINT_NS = 2 * 10**9
+"""A point is repeated for about so long, if the effort asks for as many repeats."""
+_LONGEST_QUEUE_NS = 2 * 10**9
+"""Sizes at which the queue would take longer are left out."""
 
 MEASURED_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
@@ -87,13 +93,19 @@ def kernel_overhead_ns(device: torch.device, effort: Effort) -> int:
 
 
 def collective_times(
-    kind: str, group: dist.ProcessGroup, device: torch.device, effort: Effort
+    kind: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    effort: Effort,
+    in_flight: int = IN_FLIGHT,
 ) -> tuple[list[int], list[int], int]:
     """Time one collective kind on ``group`` at every payload of ``effort``.
 
     Every rank of the group must call it. Times are those of the slowest rank. A collective's time is what it adds to
-    a queue of ``IN_FLIGHT`` started at once, not how long one takes alone: the planners ask how fast a group works off
-    its queue, where the latency of one hides behind the transfer of another.
+    a queue of ``in_flight`` started at once, not how long one takes alone: the planners ask how fast a group works off
+    its queue, where the latency of one hides behind the transfer of another. With one in flight it is the latter.
+
+    On slow networks the largest sizes are left out, and what takes long is repeated less often.
 
     Returns:
         Full payloads in bytes; times in ns; and the ns a start keeps the caller. On a GPU the host runs ahead, so
@@ -101,10 +113,13 @@ def collective_times(
     """
     size = dist.get_world_size(group)
     payloads, times, issues = [], [], []
+    queue_ns = 0
     for wanted in effort.payload_bytes:
+        if len(payloads) >= _LEAST_SIZES and queue_ns * wanted > _LONGEST_QUEUE_NS * payloads[-1]:
+            break
         elements = max(1, wanted // 4 // size) * size
         starts = []
-        for _ in range(IN_FLIGHT):
+        for _ in range(in_flight):
             full = torch.ones(elements, device=device)
             starts.append(_starter(kind, full, torch.ones(elements // size, device=device), group))
 
@@ -113,14 +128,24 @@ def collective_times(
                 work.wait()
 
         dist.barrier(group)
-        local = [median_ns(queue, device, effort), _issue_ns(starts[0], device, effort)]
-        slowest = torch.tensor(local, dtype=torch.int64, device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+        once = dataclasses.replace(effort, warmups=effort.warmups - 1, repeats=1)
+        (first_ns,) = _slowest([median_ns(queue, device, once)], group, device)
+        repeats = max(_LEAST_REPEATS, min(effort.repeats, _POINT_NS // first_ns))
+        rest = dataclasses.replace(effort, warmups=0, repeats=repeats)
+        local = [median_ns(queue, device, rest), _issue_ns(starts[0], device, rest)]
+        queue_ns, slowest_issue = _slowest(local, group, device)
         payloads.append(4 * elements)
-        issue = int(slowest[1]) if device.type == "cpu" else 0
-        times.append(max(1, (int(slowest[0]) - issue) // IN_FLIGHT))
+        issue = slowest_issue if device.type == "cpu" else 0
+        times.append(max(1, (queue_ns - issue) // in_flight))
         issues.append(issue)
     return payloads, times, round(statistics.median(issues))
+
+
+def _slowest(values: list[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """The largest of each value over the ranks of a group, so that all decide alike."""
+    tensor = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+    return [int(value) for value in tensor.tolist()]
 
 
 def _issue_ns(start: Callable[[], dist.Work], device: torch.device, effort: Effort) -> int:

@@ -42,6 +42,7 @@ def explain(
     loss: Callable[[Any], torch.Tensor] | None = None,
     title: str | None = None,
     eager: bool = False,
+    dumps: bool = True,
 ) -> Report:
     """Show what the passes make of one training step of a model, and what it costs on modelled hardware.
 
@@ -59,6 +60,7 @@ def explain(
         loss: from the model's output to a scalar; None starts backward at every output that needs a gradient.
         title: first words of the report; None is the class of the model.
         eager: also read what eager mode would run, into `Report.eager`.
+        dumps: keep each graph before and after each pass, in `Report.dumps`. False is faster: only plans are made.
 
     Returns:
         The report.
@@ -84,7 +86,7 @@ def explain(
     if wrapped:
         setups, pinned = _installed_setups(profile)
         with fake_parameters(model, mode):
-            capture = _trace(model, fake_inputs(inputs, mode), setups, pinned, loss, eager)
+            capture = _trace(model, fake_inputs(inputs, mode), setups, pinned, loss, eager, dumps)
         ranks = dist.get_world_size()
     else:
         assert ranks is not None
@@ -96,7 +98,7 @@ def explain(
             options["passes"] = passes
             setups, pinned = (make_setup(passes),), True
             copied = simple_fsdp(fake_copy(model, mode), **options)
-            capture = _trace(copied, fake_inputs(inputs, mode), setups, pinned, loss, eager)
+            capture = _trace(copied, fake_inputs(inputs, mode), setups, pinned, loss, eager, dumps)
     return Report(
         title=f"{name} on {ranks} ranks",
         profile=", ".join(capture.profiles) or setups[-1].profile.name,
@@ -165,8 +167,9 @@ def _trace(
     pinned: bool,
     loss: Callable[[Any], torch.Tensor] | None,
     eager: bool,
+    dumps: bool,
 ) -> Capture:
-    capture = Capture(setups, pinned, eager)
+    capture = Capture(setups, pinned, eager, dumps)
     known = _compat.compilations()
     # Never dynamic: an earlier trace with other sizes would make Dynamo put symbols for them, which have no cost.
     compiled = torch.compile(_step_of(model), backend=capture, dynamic=False)

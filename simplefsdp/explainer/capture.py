@@ -14,9 +14,8 @@ import torch
 from inductor_passes._compat import aot_autograd_backend, is_tangent, min_cut_partition
 from inductor_passes.bucket import merge_waits
 from inductor_passes.costs.model import ProfileCostModel
+from inductor_passes.graph_plan import GraphPlan, plan_graph
 from inductor_passes.hooks import JointHook, PostGradHook
-from inductor_passes.planners import plan_collectives
-from inductor_passes.program import read_program
 from inductor_passes.setups import choose_setup
 from simplefsdp import _compat
 from simplefsdp.explainer.eager import read_eager
@@ -25,7 +24,7 @@ from simplefsdp.explainer.lines import graph_lines
 from simplefsdp.explainer.read import Saved, read_contents, saved_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import fx
 
@@ -75,6 +74,7 @@ class Capture:
         setups: what the passes may choose from.
         pinned: use the last setup for every tagged graph.
         eager: also read what eager mode would run.
+        dumps: keep each graph before and after each pass; False leaves graphs as they are once they are planned.
 
     Attributes:
         graphs: facts of every planned graph, in order of compilation.
@@ -85,12 +85,13 @@ class Capture:
         compiled: number of graphs Dynamo handed over.
     """
 
-    def __init__(self, setups: tuple[Setup, ...], pinned: bool = False, eager: bool = False) -> None:
+    def __init__(
+        self, setups: tuple[Setup, ...], pinned: bool = False, eager: bool = False, dumps: bool = True
+    ) -> None:
         self._setups, self._pinned = setups, pinned
         self._joint = JointHook(setups, pinned)
-        self._post_grad = PostGradHook(setups, pinned)
         self._saved: list[dict[str, Saved]] = []
-        self._read_eager = eager
+        self._read_eager, self._keep_dumps = eager, dumps
         self.graphs: list[GraphFacts] = []
         self.eager: list[GraphFacts] = []
         self.dumps: list[Dump] = []
@@ -139,31 +140,25 @@ class Capture:
         setup = choose_setup(self._setups, graph, pinned=self._pinned)
         if setup is None:
             return
-        merge_waits(graph)
         profile = setup.profile
         self.profiles[profile.name] = None
-        program = read_program(
-            graph,
-            ProfileCostModel(profile),
-            profile.value("ranks_per_node"),
-            setup.config.blocks,
-            setup.config.memory_budget_bytes,
-        )
         saved = self._find_saved(graph) if kind == "backward" else None
-        contents = read_contents(graph, program, saved)
         if kind == "forward":
             self._saved.append(saved_values(graph))
-        record = self._run(kind, self._post_grad, graph)
-        failure = "" if record is None else record.failure
-        if record is not None and record.items:
-            plan = record.items[0].plan
-        else:
-            plan = plan_collectives(program.problem, "none")
-        self.graphs.append(
-            GraphFacts(
-                kind, contents.regions, contents.values, contents.traffic, program.problem, plan, failure
-            )
+        if not self._keep_dumps:  # what the pass would make of the graph nobody sees, and nothing runs it
+            merge_waits(graph)
+            self.graphs.append(_facts(kind, graph, plan_graph(graph, setup), saved))
+            return
+        read: list[GraphFacts] = []
+        hook = PostGradHook(
+            self._setups, self._pinned, lambda found: read.append(_facts(kind, graph, found, saved))
         )
+        failure = self._run(kind, hook, graph)
+        if failure:
+            config = dataclasses.replace(setup.config, planner="none", move_compute=False)
+            found = plan_graph(graph, dataclasses.replace(setup, config=config))
+            read = [dataclasses.replace(_facts(kind, graph, found, saved), failure=failure)]
+        self.graphs += read
 
     def _find_saved(self, graph: fx.Graph) -> dict[str, Saved]:
         """What the forward of a backward graph saved for it, and the gradients it starts from."""
@@ -173,15 +168,32 @@ class Capture:
         tangents = {node.name: Saved(Memory.ACTIVATIONS, node.name) for node in inputs if is_tangent(node)}
         return best | tangents
 
-    def _run(self, kind: str, hook: JointHook | PostGradHook, graph: fx.Graph) -> Any:
-        before, known = graph_lines(graph), len(hook.records)
+    def _run(self, kind: str, hook: JointHook | PostGradHook, graph: fx.Graph) -> str:
+        """Run a pass, and keep the graph before and after; returns why the pass failed, or ""."""
+        known = len(hook.records)
+        before = graph_lines(graph) if self._keep_dumps else ()
         hook(graph)
         if len(hook.records) == known:
-            return None
+            return ""
         record = hook.records[-1]
-        number = sum(dump.graph == kind for dump in self.dumps)
-        self.dumps.append(Dump(number, record.name, kind, before, graph_lines(graph), record.failure))
-        return record
+        if self._keep_dumps:
+            number = sum(dump.graph == kind for dump in self.dumps)
+            self.dumps.append(Dump(number, record.name, kind, before, graph_lines(graph), record.failure))
+        return record.failure
+
+
+def _facts(kind: str, graph: fx.Graph, found: GraphPlan, saved: Mapping[str, Saved] | None) -> GraphFacts:
+    """What explaining needs to know of a planned graph; it is in the order of its plan, and not rewritten."""
+    contents = read_contents(graph, found.program, saved)
+    return GraphFacts(
+        kind,
+        contents.regions,
+        contents.values,
+        contents.traffic,
+        found.program.problem,
+        found.plan,
+        motion="" if found.motion is None else str(found.motion),
+    )
 
 
 def _without_computing(gm: fx.GraphModule) -> Callable[..., Any]:

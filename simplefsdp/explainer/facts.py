@@ -94,6 +94,7 @@ class GraphFacts:
         problem: what was planned.
         plan: what was decided.
         failure: why the passes left the graph alone; "" when they did not.
+        motion: what was moved under collectives that are not ours, for reading; "" where there are none.
     """
 
     kind: str
@@ -103,6 +104,7 @@ class GraphFacts:
     problem: PlanningProblem
     plan: Plan
     failure: str = ""
+    motion: str = ""
 
     @property
     def flops(self) -> int:

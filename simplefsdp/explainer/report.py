@@ -91,6 +91,7 @@ class Report:
             parts += ["", f"{step}, {limit}; {count}", most]
             if facts.failure:
                 parts.append(f"the passes left this graph alone: {facts.failure}")
+            parts += [facts.motion] if facts.motion else []
             parts += [table_text(rows)] if rows else []
         return "\n".join(parts)
 

@@ -38,6 +38,7 @@ class Segment:
     def __init__(self, page_bytes: int) -> None:
         self._page_bytes = page_bytes
         self._holes: list[tuple[int, int]] = []  # (begin, end), by address, none touching
+        self._by_size: list[tuple[int, int]] = []  # the same holes: (size, begin)
         self._end = 0
         self._most = 0
 
@@ -48,18 +49,15 @@ class Segment:
 
     def allocate(self, size_bytes: int) -> int:
         """Take the smallest hole that is large enough, or grow; returns the address."""
-        best: int | None = None
-        for number, (begin, end) in enumerate(self._holes):
-            size = end - begin
-            if size >= size_bytes and (best is None or size < self._holes[best][1] - self._holes[best][0]):
-                best = number
-        if best is None:
+        best = bisect.bisect_left(self._by_size, (size_bytes, 0))
+        if best == len(self._by_size):
             begin, self._end = self._end, self._end + size_bytes
             self._most = max(self._most, self._end)
             return begin
-        begin, end = self._holes.pop(best)
-        if end - begin > size_bytes:
-            self._holes.insert(best, (begin + size_bytes, end))
+        size, begin = self._by_size[best]
+        self._remove(bisect.bisect_left(self._holes, (begin, begin)))
+        if size > size_bytes:
+            self._insert(begin + size_bytes, begin + size)
         return begin
 
     def free(self, begin: int, size_bytes: int) -> None:
@@ -67,14 +65,22 @@ class Segment:
         end = begin + size_bytes
         at = bisect.bisect(self._holes, (begin, end))
         if at < len(self._holes) and self._holes[at][0] == end:
-            end = self._holes.pop(at)[1]
+            end = self._remove(at)[1]
         if at and self._holes[at - 1][1] == begin:
-            begin = self._holes.pop(at - 1)[0]
-            at -= 1
+            begin = self._remove(at - 1)[0]
         if end == self._end:
             self._end = begin
         else:
-            self._holes.insert(at, (begin, end))
+            self._insert(begin, end)
+
+    def _insert(self, begin: int, end: int) -> None:
+        bisect.insort(self._holes, (begin, end))
+        bisect.insort(self._by_size, (end - begin, begin))
+
+    def _remove(self, at: int) -> tuple[int, int]:
+        begin, end = self._holes.pop(at)
+        del self._by_size[bisect.bisect_left(self._by_size, (end - begin, begin))]
+        return begin, end
 
 
 @dataclasses.dataclass(frozen=True)

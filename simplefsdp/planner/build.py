@@ -106,7 +106,9 @@ def trace(
     note = "every layer traced"
     if stack is not None:
         removed = cut(target.model, stack)
-        report = explain(target.model, *target.inputs, ranks=gpus, wrap=wrap, title=target.name, eager=eager)
+        report = explain(
+            target.model, *target.inputs, ranks=gpus, wrap=wrap, title=target.name, eager=eager, dumps=False
+        )
         try:
             graphs, eager_graphs = (
                 tuple(extend(facts, stack.name, stack.layers) for facts in few)
@@ -118,7 +120,9 @@ def trace(
         else:
             note = f"{TRACED_LAYERS} of the {stack.layers} equal layers of {stack.name!r} traced, one of them repeated"
             return Traced(planned(graphs, planner), parameters, note, report.warnings, eager_graphs)
-    report = explain(target.model, *target.inputs, ranks=gpus, wrap=wrap, title=target.name, eager=eager)
+    report = explain(
+        target.model, *target.inputs, ranks=gpus, wrap=wrap, title=target.name, eager=eager, dumps=False
+    )
     return Traced(planned(report.graphs, planner), parameters, note, report.warnings, report.eager)
 
 

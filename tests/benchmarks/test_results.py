@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from benchmarks.contestants import Setting, config_of, contestants
 from benchmarks.gpu_overlap import NO_GPU
 from benchmarks.gpu_overlap import main as gpu_overlap
 from benchmarks.kernel_trace import activities, collectives
+from benchmarks.machine import Machine, busy_s, machine_of
 from benchmarks.memory import Footprint
 from benchmarks.names import (
     AUTO,
@@ -31,7 +33,7 @@ from benchmarks.names import (
     STOCK_OVERLAP,
 )
 from benchmarks.pictures import draw_fits, draw_steps
-from benchmarks.prediction import Machine, Prediction, Schedules, judge, machine_of, scale_to, step_s
+from benchmarks.prediction import Prediction, Schedules, judge, scale_to, step_s
 from benchmarks.stock import overlap_scheduling
 from benchmarks.targets import targets
 from benchmarks.workload import Workload
@@ -69,7 +71,7 @@ def test_a_result_says_what_was_measured_under_which_conditions():
             OPTIMIZER: [0.1, 0.1, 0.1],
             AUTO: [2.0, 2.2, 2.6],
         },
-        "processor_s": {key: [1.0] for key in (COMPUTE, COMMUNICATION, OPTIMIZER)} | {AUTO: [1.2, 1.3, 1.4]},
+        "busy_s": {key: [1.0] for key in (COMPUTE, COMMUNICATION, OPTIMIZER)} | {AUTO: [1.2, 1.3, 1.4]},
         "losses": {AUTO: 1.5},
         "failures": {"DDP": "RuntimeError: no"},
         "setup_s": {AUTO: 12.3},
@@ -145,9 +147,25 @@ def test_communication_that_needs_the_cores_of_compute_slows_it(stack_graphs):
 def test_the_pace_of_compute_follows_from_the_cores_that_both_need():
     times = {COMPUTE: 1.1, COMMUNICATION: 2.0, OPTIMIZER: 0.1}
     busy = {COMPUTE: 1.1, COMMUNICATION: 0.8}
-    assert machine_of(times, busy, cores=1) == Machine(1.0, 0.1, pace=pytest.approx(0.6))
-    assert machine_of(times, busy, cores=4).pace == 1.0
-    assert machine_of(times, busy, cores=0.25).pace > 0, "compute never stops"
+    lone = {"all_gather": [(10, 100), (20, 300)]}
+    expected = Machine(1.0, 0.1, pytest.approx(0.6), floor_s=pytest.approx(1.9), lone=lone)
+    assert machine_of(times, busy, 1, lone) == expected
+    assert machine_of(times, busy, 4, lone).pace == 1.0
+    assert machine_of(times, busy, 0.25, lone).pace > 0, "compute never stops"
+
+
+def test_a_lone_collective_takes_what_was_measured_and_between_sizes_a_straight_line():
+    machine = Machine(1.0, 0.1, lone={"all_gather": [(10, 100), (20, 300), (40, 400)]})
+    sizes = (1, 10, 15, 20, 40, 60)
+    assert [machine.lone_ns("all_gather", size) for size in sizes] == [100, 100, 200, 300, 400, 500]
+    assert machine.lone_ns("all_reduce", 10) == 0
+
+
+def test_a_busy_core_is_seen():
+    before, begin = busy_s(), time.perf_counter()
+    while time.perf_counter() - begin < 0.5:
+        pass
+    assert busy_s() - before > 0.3
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +196,26 @@ def test_collectives_that_block_cost_what_they_take(schedules):
     )
     compute_ns = sum(sum(facts.problem.region_ns) for facts in graphs)
     assert step_s(graphs, 1.0, Machine(0.0, 0.0)) == pytest.approx((alone_ns + compute_ns) / 1e9, rel=0.05)
+
+
+def test_only_collectives_that_find_the_link_idle_take_as_long_as_alone(schedules):
+    """A lone gather takes twice its time in a queue: who waits for each pays for each, who queues them for few."""
+    by_name = {item.name: item for item in contestants(Setting(True, "cpu_gloo"))}
+    costs: dict[str, list[float]] = {}
+    for name in (EAGER, AUTO):
+        graphs = schedules.of(by_name[name])
+        gathers = [
+            item for facts in graphs for item in facts.problem.collectives if item.key.kind == "all_gather"
+        ]
+        low, high = (pick(gathers, key=lambda item: item.size_bytes) for pick in (min, max))
+        alpha = graphs[0].problem.alpha_ns[low.key]
+        points = [(item.size_bytes, 2 * (alpha + item.transfer_ns)) for item in (low, high)]
+        costs[name] = [
+            step_s(graphs, 1e-6, Machine(0.0, 0.0, lone=lone)) for lone in ({}, {"all_gather": points})
+        ]
+    queued_ns = sum(alpha + item.transfer_ns for item in gathers)
+    assert costs[EAGER][1] - costs[EAGER][0] == pytest.approx(queued_ns / 1e9, rel=0.1)
+    assert 0 < costs[AUTO][1] - costs[AUTO][0] < 0.3 * queued_ns / 1e9
 
 
 def test_contestants_run_with_the_options_of_the_setting():

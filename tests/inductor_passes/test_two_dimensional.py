@@ -22,7 +22,8 @@ from inductor_passes.graph import find_tag, group_key, starts
 from inductor_passes.plan import Role
 from inductor_passes.report import PlanReport, members_of
 from inductor_passes.verify import traffic
-from simplefsdp import simple_fsdp
+from simplefsdp import explain, simple_fsdp
+from simplefsdp.explainer.schedule import make_timeline
 from tests.helpers.meshes import mesh
 from tests.inductor_passes.toy import BF16, Traced, trace_wrapped, world
 
@@ -178,24 +179,27 @@ class WideLlama(nn.Module):
         return x
 
 
+def wide_llama(config: PassConfig | None = None) -> tuple[nn.Module, torch.Tensor]:
+    """The model on the meta device, sharded over a mesh of 64 ranks that must exist, and its input."""
+    both = init_device_mesh("cpu", (RANKS, RANKS), mesh_dim_names=("dp", "tp"))
+    with torch.device("meta"):
+        model = WideLlama()
+        x = torch.empty(1, TOKENS, WIDE, dtype=torch.bfloat16, requires_grad=True)
+    columns = dict.fromkeys(("wq", "wk", "wv", "w1", "w3"), ColwiseParallel)
+    rows = dict.fromkeys(("wo", "w2"), RowwiseParallel)
+    for layer in model.layers:
+        parallelize_module(layer, both["tp"], {name: style() for name, style in (columns | rows).items()})
+    return simple_fsdp(model, both["dp"], mp_policy=BF16, passes=config), x
+
+
 @pytest.fixture(scope="module")
 def llamas():
-    """The graphs without motion and with it."""
+    """The graphs without motion and with it; their world exists until the last test."""
+
+    def traced(move: bool) -> Traced:
+        return trace_wrapped(*wide_llama(), config=PassConfig(profile="h100_sxm", move_compute=move))
+
     with world(RANKS * RANKS):
-        both = init_device_mesh("cpu", (RANKS, RANKS), mesh_dim_names=("dp", "tp"))
-
-        def traced(move: bool) -> Traced:
-            with torch.device("meta"):
-                model = WideLlama()
-                x = torch.empty(1, TOKENS, WIDE, dtype=torch.bfloat16, requires_grad=True)
-            columns = dict.fromkeys(("wq", "wk", "wv", "w1", "w3"), ColwiseParallel)
-            rows = dict.fromkeys(("wo", "w2"), RowwiseParallel)
-            for layer in model.layers:
-                plan = {name: style() for name, style in (columns | rows).items()}
-                parallelize_module(layer, both["tp"], plan)
-            simple_fsdp(model, both["dp"], mp_policy=BF16)
-            return trace_wrapped(model, x, config=PassConfig(profile="h100_sxm", move_compute=move))
-
         yield traced(False), traced(True)
 
 
@@ -247,3 +251,20 @@ def test_motion_changes_no_byte_of_what_is_communicated(llamas):
         assert traffic(before) == traffic(after)
     assert sorted(llamas[0].reduced("backward")) == sorted(llamas[1].reduced("backward"))
     assert llamas[0].lines("forward") == llamas[1].lines("forward")
+
+
+def test_a_report_shows_the_order_that_compute_was_moved_to(llamas):
+    with world(RANKS * RANKS):
+        # dumps=False plans by another way, and must find the same
+        found = [
+            explain(*wide_llama(PassConfig(profile="h100_sxm")), dumps=dumps).graphs
+            for dumps in (True, False)
+        ]
+    assert found[0] == found[1]
+    planned, motion = reports(llamas[1], "backward")
+    backward = found[0][1]
+    assert make_timeline(backward).step_ns == backward.plan.step_ns == planned.plan.step_ns
+    assert backward.motion == str(motion)
+    shared = [bucket.members for bucket in backward.plan.buckets if len(bucket.members) > 1]
+    items = backward.problem.collectives
+    assert all(items[number].role is not Role.FIXED for members in shared for number in members)
