@@ -112,7 +112,9 @@ def collective_times(
         there the whole time belongs to the collective.
     """
     size = dist.get_world_size(group)
-    payloads, times, issues = [], [], []
+    payloads: list[int] = []
+    times: list[int] = []
+    issues: list[int] = []
     queue_ns = 0
     for wanted in effort.payload_bytes:
         if len(payloads) >= _LEAST_SIZES and queue_ns * wanted > _LONGEST_QUEUE_NS * payloads[-1]:
