@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,7 @@ from simplefsdp.parametrize import is_wrapped, slots_of
 
 __all__ = ["explain"]
 
+_OBJECTS_BETWEEN_COLLECTIONS = 200_000
 _ADVISING_LOGGERS = ("torch._dynamo", "torch._higher_order_ops")  # torch 2.11 to 2.14
 
 
@@ -151,6 +153,18 @@ def _quiet_dynamo() -> Iterator[None]:
             logger.setLevel(level)
 
 
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Look for unreachable cycles seldom: a trace makes many objects that stay, and each look goes through all."""
+    before = gc.get_threshold()
+    if before[0]:  # 0 is off
+        gc.set_threshold(max(before[0], _OBJECTS_BETWEEN_COLLECTIONS), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 def _step_of(model: nn.Module) -> Callable[..., Any]:
     """A function of its own that calls the model: reports do not add up, nor count against a training that follows."""
 
@@ -173,7 +187,7 @@ def _trace(
     known = _compat.compilations()
     # Never dynamic: an earlier trace with other sizes would make Dynamo put symbols for them, which have no cost.
     compiled = torch.compile(_step_of(model), backend=capture, dynamic=False)
-    with warnings.catch_warnings(), _quiet_dynamo():
+    with warnings.catch_warnings(), _quiet_dynamo(), _rare_collections():
         warnings.filterwarnings(
             "ignore", message="the .* pass keeps", category=RuntimeWarning
         )  # in the report
