@@ -55,7 +55,7 @@ class Instant:
         self, fill: Callable[[], None], time_ns: int, moved_bytes: int, tensors: Sequence[torch.Tensor]
     ) -> dist.Work:
         fill()
-        return _Done()
+        return _Done(tensors)
 
     def close(self) -> None:
         pass
@@ -144,6 +144,16 @@ class Stream:
 
 
 class _Done(dist.Work):
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """For DDP, which takes the first tensor."""
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
     def wait(self, timeout: object = None) -> bool:
         return True
 

@@ -1,11 +1,14 @@
-"""Peak memory of every way to train one Llama: tensors and the whole process, a process per contestant and rank.
+"""Peak memory of every way to train one Llama: tensors and the whole process, a process per contestant.
 
-    python -m benchmarks.memory --ranks 2
+    python -m benchmarks.memory --ranks 8
 
-Each contestant trains in processes of its own on loopback. After warm-up, compilation included, one step runs under
-torch's profiler, which sees every allocation: "tensors" is the peak of that step with parameters, optimizer states and
-the batch. "process" is the peak of the resident set over further steps, after freed memory went back to the system; it
-holds torch itself and compiled code. `auto` runs with a memory budget that binds, of about one block.
+Each contestant trains in a process of its own, as the first of so many ranks: collectives fill their outputs as if
+every rank were the same, take no time, and take no memory beyond the buffers they are given, like NCCL's. (gloo's
+reduce-scatter copies what it is given, which is no property of a contestant.) After warm-up, compilation included, one
+step runs under torch's profiler, which sees every allocation: "tensors" is the peak of that step with parameters,
+optimizer states and the batch. "process" is the peak of the resident set over further steps, after freed memory went
+back to the system; it holds torch itself and compiled code. `auto` runs with a memory budget that binds, of about one
+block.
 """
 
 from __future__ import annotations
@@ -15,18 +18,19 @@ import dataclasses
 import json
 import os
 import pathlib
+import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import allocations
 from benchmarks.contestants import Contestant, Setting, contestants
+from benchmarks.lanes import Instant
+from benchmarks.modelled_group import modelled_world
 from benchmarks.names import AUTO, FSDP2, NO_PASSES
-from benchmarks.netbed import RankFailure, open_bed
 from benchmarks.record import RESULTS, command_line, conditions, markdown, write
 from benchmarks.workload import Workload, add_arguments, from_options, optimizer_of
 
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 _WARMUP_STEPS = 2
 _COUNTED_STEPS = 3
@@ -43,19 +48,23 @@ _BYTES_PER_GB = 10**9
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """Peak memory of one contestant, in bytes, on the rank that needs most."""
+    """Peak memory of one contestant on one rank, in bytes."""
 
     tensor_bytes: int
     process_bytes: int
 
 
-def work(workload: Workload, contestant: Contestant) -> None:
-    """What every rank does; rank 0 prints the footprint as JSON."""
-    dist.init_process_group("gloo")
+def work(workload: Workload, contestant: Contestant, ranks: int) -> Footprint:
+    """Train as the first of so many ranks, in a process without a process group."""
     torch.set_num_threads(1)
-    batch = workload.tokens(dist.get_rank())
+    with modelled_world(ranks, "cpu_gloo", Instant()):
+        return _footprint(workload, contestant, init_device_mesh("cpu", (ranks,)))
+
+
+def _footprint(workload: Workload, contestant: Contestant, mesh: DeviceMesh) -> Footprint:
+    batch = workload.tokens(0)
     model = workload.model()
-    forward = contestant.build(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    forward = contestant.build(model, mesh)
     optimizer = optimizer_of(list(model.parameters()))
 
     def step() -> None:
@@ -72,11 +81,7 @@ def work(workload: Workload, contestant: Contestant) -> None:
     states = [value for state in optimizer.state.values() for value in state.values()]
     kept = [*model.parameters(), *model.buffers(), *states, *batch]
     resident = allocations.resident_bytes(kept) + _reducer_bytes(forward)
-    found = torch.tensor([resident + allocations.peak_above_start(step), process_bytes])
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    if dist.get_rank() == 0:
-        print(json.dumps(found.tolist()))
-    dist.destroy_process_group()
+    return Footprint(resident + allocations.peak_above_start(step), process_bytes)
 
 
 def _reducer_bytes(module: nn.Module) -> int:
@@ -127,7 +132,7 @@ def record(
     rows += [(name, f"failed: {reason}", "") for name, reason in failures.items()]
     return "\n".join(
         [
-            f"# Peak memory of a training step, {ranks} ranks",
+            f"# Peak memory of a training step, one of {ranks} ranks",
             "",
             *conditions(command, load),
             *(f"- {line}" for line in workload.describe()),
@@ -148,7 +153,7 @@ def main(arguments: list[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument(
         "--budget-mb", type=float, help="budget of our passes, 10**6 bytes; a block when not given"
     )
@@ -166,24 +171,25 @@ def main(arguments: list[str]) -> int:
         item.name: item for item in contestants(setting) if not options.only or item.name in options.only
     }
     if options.worker:
-        work(workload, entrants[options.worker])
+        print(json.dumps(dataclasses.astuple(work(workload, entrants[options.worker], options.ranks))))
         return 0
     found: dict[str, Footprint] = {}
     failures: dict[str, str] = {}
     before = os.getloadavg()[0]
-    with open_bed(options.ranks, None) as bed:
-        for name, contestant in entrants.items():
-            if contestant.unavailable:
-                failures[name] = contestant.unavailable
-                continue
-            worker = [sys.executable, "-m", "benchmarks.memory", *arguments, "--worker", name]
-            try:
-                numbers: list[Any] = json.loads(bed.run(worker, options.limit).strip().splitlines()[-1])
-            except RankFailure as error:
-                failures[name] = str(error).splitlines()[0]
-                continue
-            found[name] = Footprint(*numbers)
-            print(f"{name}: {found[name]}", file=sys.stderr)
+    for name, contestant in entrants.items():
+        if contestant.unavailable:
+            failures[name] = contestant.unavailable
+            continue
+        worker = [sys.executable, "-m", "benchmarks.memory", *arguments, "--worker", name]
+        try:
+            done = subprocess.run(
+                worker, stdout=subprocess.PIPE, text=True, timeout=options.limit, check=True
+            )
+        except subprocess.SubprocessError as error:
+            failures[name] = str(error).partition("--worker")[2]
+            continue
+        found[name] = Footprint(*json.loads(done.stdout.strip().splitlines()[-1]))
+        print(f"{name}: {found[name]}", file=sys.stderr)
     kind = "reshard" if workload.reshard else "keep"
     command = command_line("memory", arguments)
     load = before, os.getloadavg()[0]
