@@ -154,7 +154,7 @@ class Capture:
             self._setups, self._pinned, lambda found: read.append(_facts(kind, graph, found, saved))
         )
         failure = self._run(kind, hook, graph)
-        if failure:
+        if failure or not read:  # the pass failed, or there is nothing to plan
             config = dataclasses.replace(setup.config, planner="none", move_compute=False)
             found = plan_graph(graph, dataclasses.replace(setup, config=config))
             read = [dataclasses.replace(_facts(kind, graph, found, saved), failure=failure)]

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-import simplefsdp
 from inductor_passes.costs.profiles import load_profile
 from inductor_passes.plan import ISSUE, Role
 from inductor_passes.planners.check import check_plan
 from simplefsdp.cli import main
 from simplefsdp.explainer.facts import BEFORE, GraphFacts, Memory
 from simplefsdp.explainer.schedule import make_timeline
-from simplefsdp.explainer.wrapping import wrap_options
 from simplefsdp.planner import build
 from simplefsdp.planner.compare import predict_peers
 from simplefsdp.planner.extend import TRACED_LAYERS, extend
@@ -28,55 +26,24 @@ from simplefsdp.planner.peers import (
     plan_stock_manual,
 )
 from simplefsdp.planner.predict import predict
+from tests.helpers.tower import Tower, explained
 
-
-class Layer(nn.Module):
-    """A residual layer of two parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(16, 48, bias=False)
-        self.down = nn.Linear(48, 16, bias=False)
-
-    def forward(self, x):
-        return x + self.down(nn.functional.silu(self.up(x)))
-
-
-class Tower(nn.Module):
-    """An embedding, equal checkpointed layers and a head."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(40, 16)
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
-        self.head = nn.Linear(16, 40, bias=False)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return self.head(x)
+SILU_TOWER = functools.partial(Tower, activation=nn.functional.silu)
+"""Layers whose activation is one kernel in eager mode and several operators in a compiled graph."""
 
 
 def build_tower():
     """What `--model tests.simplefsdp.test_plan_peers:build_tower` names."""
-    return Tower(6), (torch.zeros(4, 32, dtype=torch.int64),)
+    return SILU_TOWER(6), (torch.zeros(4, 32, dtype=torch.int64),)
 
 
 def report_of(layers, sharding_factor=None):
-    wrap = wrap_options(
-        gpus=16,
+    return explained(
+        functools.partial(SILU_TOWER, layers),
         sharding_factor=sharding_factor,
-        precision="bf16",
-        planner="none",
-        blocks=("layers.*",),
         memory_budget_gb=None,
-        reshard_after_forward=True,
-        profile="h100_sxm",
+        eager=True,
     )
-    with torch.device("meta"):
-        model, tokens = Tower(layers), torch.zeros(4, 32, dtype=torch.int64)
-    return simplefsdp.explain(model, tokens, ranks=16, wrap=wrap, eager=True)
 
 
 @pytest.fixture(scope="module")

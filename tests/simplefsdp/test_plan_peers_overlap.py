@@ -28,7 +28,7 @@ from simplefsdp.planner.peers import (
 )
 from simplefsdp.planner.peers.stock_memory import LIMITS
 from tests.helpers.effort import count_calls
-from tests.simplefsdp.test_plan_peers import Tower, report_of
+from tests.simplefsdp.test_plan_peers import SILU_TOWER, report_of
 
 pytestmark = pytest.mark.skipif(
     not torch.__version__.startswith("2.13"), reason="the rules are written from torch 2.13"
@@ -48,7 +48,7 @@ def passes():
     return stock_passes
 
 
-def look(sharding_factor, look, build=lambda: Tower(TRACED_LAYERS), ranks=RANKS, tokens=(4, 32)):
+def look(sharding_factor, look, build=lambda: SILU_TOWER(TRACED_LAYERS), ranks=RANKS, tokens=(4, 32)):
     passes().look_at_graphs(
         build,
         (torch.zeros(tokens, dtype=torch.int64),),
