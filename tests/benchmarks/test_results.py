@@ -75,6 +75,7 @@ def test_a_result_says_what_was_measured_under_which_conditions():
         "losses": {AUTO: 1.5},
         "failures": {"DDP": "RuntimeError: no"},
         "setup_s": {AUTO: 12.3},
+        "notes": {AUTO: "set up in another way"},
         "load": [0.1, 2.0],
     }
     predictions = [Prediction(AUTO, 1.98, 2.2)]
@@ -92,6 +93,7 @@ def test_a_result_says_what_was_measured_under_which_conditions():
     assert "| ours, auto | 2.200 | 2.000 to 2.600 | 1.10 | 1.300 | 1.500000 | 12 |" in text
     assert "| DDP | failed: RuntimeError: no |" in text
     assert "load average 0.1 before and 2.0 after" in text
+    assert "ours, auto: set up in another way.\n" in text
     assert "| 1.10 | 1.10 | met |" in text
     assert "| ours, auto | 2.200 | 1.980 | -10% |" in text
     assert "![Step times](a.png)" in text
