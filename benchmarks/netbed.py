@@ -7,8 +7,9 @@ Owns namespaces, rate limits and the processes of the ranks. Must not know what 
 
 Each rank's uplink is shaped by a token bucket; with more than two ranks the link from the bridge to each rank as well,
 because several senders would otherwise share one receiver for free. There is no added latency: kernels often lack
-netem. TCP runs reno without slow start after idle: the default ramps down between collectives. Packets are as large as
-they can be, as if network cards cut them: fewer packets take less of the processor from compute.
+netem. TCP runs reno without slow start after idle: the default ramps down between collectives. Packets are jumbo
+frames: fewer of them take less of the processor from compute. The bucket holds little: what it has saved up while the
+link was idle goes through at once, so a large one makes a slow network of small messages with pauses a fast one.
 
 Everything lives in namespaces of this process's own name and goes with them: at the end, on an exception, on SIGTERM,
 or, after a SIGKILL, when the next bed is made. Needs root, `ip` and `tc` (Debian: iproute2).
@@ -16,6 +17,7 @@ or, after a SIGKILL, when the next bed is made. Needs root, `ip` and `tc` (Debia
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
@@ -32,9 +34,10 @@ if TYPE_CHECKING:
 
 _PREFIX = "sfsdp"
 _NETWORK = "10.77.0"
-_BURST = "256kb"
 _QUEUE = "4mb"
-_MTU = "65000"
+_MTU = 9000
+_BURST_S = 0.5e-3
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SYSCTLS = (
     "net.ipv4.tcp_congestion_control=reno",
     "net.ipv4.tcp_slow_start_after_idle=0",
@@ -118,7 +121,7 @@ class NetBed(Bed):
 
     Args:
         ranks: how many, 2 to 250.
-        rate: bits per second of each link, in tc's words: "1gbit", "500mbit".
+        rate: bits per second of each link: "1gbit", "500mbit".
     """
 
     def __init__(self, ranks: int, rate: str) -> None:
@@ -152,9 +155,9 @@ class NetBed(Bed):
                 *("ip", "-n", switch, "link", "add", port, "type", "veth"),
                 *("peer", "name", self._interface, "netns", name),
             )
-            _call("ip", "-n", switch, "link", "set", port, "mtu", _MTU, "master", "br0", "up")
+            _call("ip", "-n", switch, "link", "set", port, "mtu", str(_MTU), "master", "br0", "up")
             _call("ip", "-n", name, "addr", "add", f"{_NETWORK}.{rank + 1}/24", "dev", self._interface)
-            _call("ip", "-n", name, "link", "set", self._interface, "mtu", _MTU, "up")
+            _call("ip", "-n", name, "link", "set", self._interface, "mtu", str(_MTU), "up")
             for setting in _SYSCTLS:
                 _call("ip", "netns", "exec", name, "sysctl", "-qw", setting)
             _limit(name, self._interface, rate)
@@ -171,9 +174,14 @@ def open_bed(ranks: int, rate: str | None) -> Iterator[Bed]:
 
     Args:
         ranks: how many.
-        rate: bits per second of each link, in tc's words; None asks for loopback. Where namespaces cannot be made the
+        rate: bits per second of each link, "500mbit"; None asks for loopback. Where namespaces cannot be made the
             reason is printed and loopback serves.
+
+    Raises:
+        ValueError: a rate that cannot be read.
     """
+    if rate is not None:
+        burst_bytes(rate)
     reason = why_not() if rate is not None else None
     if reason is not None:
         print(f"no emulated network: {reason}; using loopback")
@@ -210,6 +218,27 @@ def remove_stale() -> None:
             _call("ip", "netns", "del", name)
 
 
+def rate_argument(text: str) -> str:
+    """For argparse: a rate that can be read."""
+    try:
+        burst_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def burst_bytes(rate: str) -> int:
+    """What a link may send at once after it was idle: half a millisecond's bytes, but two packets at least.
+
+    Raises:
+        ValueError: a rate that cannot be read.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", rate)
+    if found is None or float(found[1]) == 0:
+        raise ValueError(f"a rate is a number and kbit, mbit or gbit, such as 500mbit; got {rate!r}")
+    return max(2 * _MTU, round(float(found[1]) * _UNITS[found[2]] / 8 * _BURST_S))
+
+
 def _namespaces() -> list[str]:
     lines = _call("ip", "netns", "list").splitlines()
     return [line.split()[0] for line in lines if line.strip()]
@@ -218,7 +247,7 @@ def _namespaces() -> list[str]:
 def _limit(namespace: str, interface: str, rate: str) -> None:
     _call(
         *("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf"),
-        *("rate", rate, "burst", _BURST, "limit", _QUEUE),
+        *("rate", rate, "burst", str(burst_bytes(rate)), "limit", _QUEUE),
     )
 
 

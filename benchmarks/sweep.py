@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.netbed import open_bed
+from benchmarks.netbed import open_bed, rate_argument
 from benchmarks.pictures import draw_fits
 from benchmarks.record import RESULTS, command_line, conditions, markdown, write
 from inductor_passes.costs.calibrate import calibrate, device_name
@@ -147,7 +147,9 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
-        "--rate", help="bits per second of each link, for example 1gbit; loopback when not given"
+        "--rate",
+        type=rate_argument,
+        help="bits per second of each link, for example 1gbit; loopback when not given",
     )
     parser.add_argument("--repeats", type=int, default=9, help="timed repetitions of each size")
     parser.add_argument("--out", type=pathlib.Path, help=f"result file; in {RESULTS.name}/ when not given")

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from benchmarks.contestants import Contestant, Setting, contestants
 from benchmarks.machine import Machine, busy_s, lone_times, machine_of
 from benchmarks.names import COMMUNICATION, COMPUTE, OPTIMIZER
-from benchmarks.netbed import open_bed
+from benchmarks.netbed import open_bed, rate_argument
 from benchmarks.pictures import draw_steps
 from benchmarks.prediction import Prediction, judge, predict
 from benchmarks.record import RESULTS, command_line, conditions, markdown, quartiles, write
@@ -315,7 +315,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
-        "--rate", help="bits per second of each link, for example 1gbit; loopback when not given"
+        "--rate",
+        type=rate_argument,
+        help="bits per second of each link, for example 1gbit; loopback when not given",
     )
     parser.add_argument("--only", nargs="*", default=[], help="names of contestants, all when not given")
     parser.add_argument(

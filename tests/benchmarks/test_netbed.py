@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks.netbed import RankFailure, open_bed, why_not
+from benchmarks.netbed import RankFailure, burst_bytes, open_bed, why_not
 
 SHOW_RANK = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
 
@@ -51,6 +51,13 @@ def test_a_network_has_its_rate_and_leaves_nothing_behind():
     with pytest.raises(KeyboardInterrupt), open_bed(2, "100mbit"):
         raise KeyboardInterrupt
     assert name not in namespaces()
+
+
+def test_a_link_saves_up_little_while_it_is_idle():
+    assert burst_bytes("70mbit") == 18_000
+    assert burst_bytes("10gbit") == 625_000
+    with pytest.raises(ValueError, match="such as 500mbit; got '1gbps'"), open_bed(2, "1gbps"):
+        pass
 
 
 def test_without_a_network_the_reason_is_printed(monkeypatch, capsys):
