@@ -195,8 +195,11 @@ def main(arguments: list[str]) -> int:
             done = subprocess.run(
                 worker, stdout=subprocess.PIPE, text=True, timeout=options.limit, check=True
             )
-        except subprocess.SubprocessError as error:
-            failures[name] = str(error).partition("--worker")[2]
+        except subprocess.TimeoutExpired:
+            failures[name] = f"not done after {options.limit:.0f} s"
+            continue
+        except subprocess.CalledProcessError as error:
+            failures[name] = f"ended with exit code {error.returncode}"
             continue
         found[name] = Footprint(*json.loads(done.stdout.strip().splitlines()[-1]))
         print(f"{name}: {found[name]}", file=sys.stderr)
