@@ -248,15 +248,13 @@ def _timeline(facts: GraphFacts, scale: float, machine: Machine) -> Timeline:
             items[first] = dataclasses.replace(items[first], transfer_ns=items[first].transfer_ns + more)
         problem = dataclasses.replace(facts.problem, region_ns=regions, collectives=tuple(items))
         timeline = make_timeline(dataclasses.replace(facts, problem=problem))
-        before, more_ns = (
-            more_ns,
-            [
-                max(0, item.issued_ns + lone - (item.end_ns - more))
-                for item, lone, more in zip(timeline.buckets, lone_ns, more_ns, strict=True)
-            ],
-        )
-        if more_ns == before:
+        found_ns = [
+            max(0, item.issued_ns + lone - (item.end_ns - more))
+            for item, lone, more in zip(timeline.buckets, lone_ns, more_ns, strict=True)
+        ]
+        if found_ns == more_ns:
             break
+        more_ns = found_ns
     return timeline
 
 
