@@ -372,7 +372,7 @@ def test_stock_passes_are_told_the_time_of_every_gather_that_buckets_become():
     profile = load_profile("h100_sxm")
     estimate = next(
         value
-        for name, value in overlap_scheduling(profile, 8, MIB).items()
+        for name, value in overlap_scheduling(profile, 8, MIB, insert_deps=True).items()
         if name.endswith("runtime_estimation")
     )
     ops = torch.ops._c10d_functional
