@@ -13,7 +13,7 @@ import simplefsdp
 from benchmarks import compile_cost, memory, sweep, train_step
 from benchmarks.allocations import forget_peak, peak_above_start, peak_resident_set, resident_bytes
 from benchmarks.compile_cost import Cost
-from benchmarks.contestants import Setting, config_of, contestants
+from benchmarks.contestants import Contestant, Setting, config_of, contestants
 from benchmarks.gpu_overlap import NO_GPU
 from benchmarks.gpu_overlap import main as gpu_overlap
 from benchmarks.kernel_trace import activities, collectives
@@ -39,6 +39,7 @@ from benchmarks.targets import targets
 from benchmarks.workload import Workload
 from inductor_passes import PassConfig
 from inductor_passes.costs.profiles import load_profile, parse_profile
+from tests.helpers.worlds import fake_process_group
 
 MIB = 2**20
 
@@ -99,6 +100,24 @@ def test_a_result_says_what_was_measured_under_which_conditions():
     assert "![Step times](a.png)" in text
     assert "on the hardware profile h100; compute scaled" in text
     assert "to 50% of that speed" in text
+
+
+def test_a_contestant_that_fails_is_set_up_in_its_other_way(monkeypatch):
+    def fail(model, mesh):
+        raise RuntimeError("cyclic")
+
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    with fake_process_group(0, 1):
+        runner = train_step.Runner(
+            Workload(dim=64, layers=1, ffn_dim=64, vocab_size=32, batch=1, sequence=8), [], 1e9
+        )
+        model = runner.workload.model()
+        runner._add(Contestant("with", fail, otherwise=lambda model, mesh: model), model)
+        runner._add(Contestant("without", fail), model)
+    assert runner.notes == {"with": "set up in another way, since it failed with RuntimeError: cyclic"}
+    assert runner.failures == {"without": "RuntimeError: cyclic"}
+    assert set(runner.setup_s) == {"with"}
+    assert runner.losses["with"] > 0
 
 
 def test_predictions_are_judged_by_order_and_error():
