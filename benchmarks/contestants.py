@@ -51,14 +51,12 @@ class Contestant:
             those of the model.
         config: the options of our passes, for contestants that run them.
         unavailable: why it cannot run here, "" if it can.
-        otherwise: another way to build it, for when compiling fails.
     """
 
     name: str
     build: Callable[[Llama, DeviceMesh], nn.Module]
     config: PassConfig | None = None
     unavailable: str = ""
-    otherwise: Callable[[Llama, DeviceMesh], nn.Module] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,13 +90,7 @@ def contestants(setting: Setting) -> list[Contestant]:
             for p in PLANNED
         ),
         Contestant(STOCK_BLOCKS, _ours_stock(setting, _per_block(setting)), unavailable=why_not),
-        Contestant(
-            STOCK_OVERLAP,
-            _ours_stock(setting, _overlap(setting, insert_deps=True)),
-            unavailable=why_not,
-            # Its dependencies can be cyclic, a fault of torch 2.13; without them only fusion may move things.
-            otherwise=_ours_stock(setting, _overlap(setting, insert_deps=False)),
-        ),
+        Contestant(STOCK_OVERLAP, _ours_stock(setting, _overlap(setting)), unavailable=why_not),
     ]
 
 
@@ -164,13 +156,13 @@ def _per_block(setting: Setting) -> Callable[[Llama, DeviceMesh], dict[str, Any]
     return options
 
 
-def _overlap(setting: Setting, *, insert_deps: bool) -> Callable[[Llama, DeviceMesh], dict[str, Any]]:
+def _overlap(setting: Setting) -> Callable[[Llama, DeviceMesh], dict[str, Any]]:
     def options(model: Llama, mesh: DeviceMesh) -> dict[str, Any]:
         profile = load_profile(setting.profile)
         stock.give_device_numbers(profile)
         wire = setting.policy.param_dtype or next(model.parameters()).dtype
         block = sum(p.numel() for p in model.layers[0].parameters()) * wire.itemsize
-        return stock.overlap_scheduling(profile, mesh.size(), block, insert_deps=insert_deps)
+        return stock.overlap_scheduling(profile, mesh.size(), block)
 
     return options
 

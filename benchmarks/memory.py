@@ -35,12 +35,10 @@ from benchmarks.record import RESULTS, command_line, conditions, markdown, write
 from benchmarks.workload import Workload, add_arguments, from_options, optimizer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
-
-    from simplefsdp.llama.model import Llama
 
 _WARMUP_STEPS = 2
 _COUNTED_STEPS = 3
@@ -60,21 +58,13 @@ def work(workload: Workload, contestant: Contestant, ranks: int) -> Footprint:
     """Train as the first of so many ranks, in a process without a process group."""
     torch.set_num_threads(1)
     with modelled_world(ranks, "cpu_gloo", Instant()):
-        mesh = init_device_mesh("cpu", (ranks,))
-        try:
-            return _footprint(workload, contestant.build, mesh)
-        except Exception:
-            if contestant.otherwise is None:
-                raise
-            return _footprint(workload, contestant.otherwise, mesh)
+        return _footprint(workload, contestant, init_device_mesh("cpu", (ranks,)))
 
 
-def _footprint(
-    workload: Workload, build: Callable[[Llama, DeviceMesh], nn.Module], mesh: DeviceMesh
-) -> Footprint:
+def _footprint(workload: Workload, contestant: Contestant, mesh: DeviceMesh) -> Footprint:
     batch = workload.tokens(0)
     model = workload.model()
-    forward = build(model, mesh)
+    forward = contestant.build(model, mesh)
     optimizer = optimizer_of(list(model.parameters()))
 
     def step() -> None:

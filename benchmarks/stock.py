@@ -57,23 +57,22 @@ def unavailable() -> str:
     return ""
 
 
-def overlap_scheduling(
-    profile: HardwareProfile, ranks: int, block_bytes: int, *, insert_deps: bool
-) -> dict[str, Any]:
+def overlap_scheduling(profile: HardwareProfile, ranks: int, block_bytes: int) -> dict[str, Any]:
     """Options for stock overlap scheduling with bucketing.
 
     Args:
         profile: prices collectives and, on CPUs, everything.
         ranks: of the group that shards.
         block_bytes: parameters of a block, the most that one bucket of the step before scheduling holds.
-        insert_deps: keep the order by dependencies between nodes.
     """
     import torch._inductor.config as config
 
     wanted = {
         "enable_overlap_scheduling": True,
         "collective_bucketing": True,
-        "insert_overlap_deps": insert_deps,
+        "insert_overlap_deps": True,
+        # Some of these dependencies can be cyclic; torch advises to leave them out then.
+        "overlap_scheduling_autofix_cycles": True,
         "compute_estimator": "analytical",
         "custom_runtime_estimation": _CollectiveTimes(profile, ranks),
         "pre_bucketing_fsdp_collectives_bucket_cap_mb": block_bytes / 2**20,

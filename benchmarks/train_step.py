@@ -67,7 +67,6 @@ class Runner:
         self.mesh: DeviceMesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.losses: dict[str, float] = {}
         self.failures: dict[str, str] = {}
-        self.notes: dict[str, str] = {}
         self.setup_s: dict[str, float] = {}
         self.steps: dict[str, Callable[[], object]] = {}
         self._limit_s = limit_s
@@ -82,7 +81,7 @@ class Runner:
             elif self._overdue(begin):
                 self.failures[contestant.name] = not_reached(limit_s)
             else:
-                self._add(contestant, model)
+                self._add(contestant, copy.deepcopy(model))
 
     def measure(self) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
         """Seconds per step of every contestant in every round, of the slowest rank; and seconds of a core that the step
@@ -110,24 +109,18 @@ class Runner:
         return _largest(time.perf_counter() - begin) > self._limit_s
 
     def _add(self, contestant: Contestant, model: Llama) -> None:
-        """Set a contestant up, if need be in its other way. What fails on one rank fails on all, while compiling."""
-        name = contestant.name
         begin = time.perf_counter()
-        for build in filter(None, (contestant.build, contestant.otherwise)):
-            try:
-                wrapped = copy.deepcopy(model)
-                step = self._training_step(name, wrapped, build(wrapped, self.mesh))
-                for _ in range(_WARMUP_STEPS):
-                    step()
-            except Exception as error:
-                self.failures[name] = reason_of(error)
-                continue
-            self.setup_s[name] = time.perf_counter() - begin
-            self.steps[name] = step
-            if name in self.failures:
-                self.notes[name] = f"set up in another way, since it failed with {self.failures.pop(name)}"
-            _say(f"{name}: set up in {self.setup_s[name]:.0f} s")
+        try:
+            step = self._training_step(contestant.name, model, contestant.build(model, self.mesh))
+            for _ in range(_WARMUP_STEPS):
+                step()
+        except Exception as error:
+            # Equal on every rank: what fails here fails while compiling.
+            self.failures[contestant.name] = reason_of(error)
             return
+        self.setup_s[contestant.name] = time.perf_counter() - begin
+        self.steps[contestant.name] = step
+        _say(f"{contestant.name}: set up in {self.setup_s[contestant.name]:.0f} s")
 
     def _training_step(self, name: str, model: nn.Module, forward: nn.Module) -> Callable[[], None]:
         optimizer = optimizer_of(list(model.parameters()))
@@ -200,7 +193,6 @@ def work(workload: Workload, profile: str, only: Sequence[str], limit_s: float) 
             "lone": lone,
             "losses": runner.losses,
             "failures": runner.failures,
-            "notes": runner.notes,
             "setup_s": runner.setup_s,
             "load": [load, os.getloadavg()[0]],
         }
@@ -269,7 +261,6 @@ def record(
         "",
         *table(found),
         "",
-        *(f"{name}: {note}.\n" for name, note in found["notes"].items()),
         "## Targets",
         "",
         *markdown(("target", "at most", "measured", "verdict"), (item.row() for item in targets(medians))),
