@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-EXIT_USAGE = 2
+EXIT_FAILURE, EXIT_USAGE = 1, 2
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run() -> int:
-    """Runs `main` for a process that ends with it: without a last search for garbage, which takes 2 s after a trace."""
-    code = main()
+    """Runs `main` for a process that ends with it.
+
+    It ends without a last search for garbage, which takes 2 s after a trace; and quietly when whoever read its output
+    is gone, as with `simplefsdp plan ... | head`.
+    """
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        code = EXIT_FAILURE
     gc.freeze()
     return code
 

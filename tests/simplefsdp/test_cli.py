@@ -284,6 +284,22 @@ def test_what_only_the_ranks_can_see_is_also_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in result.stdout + result.stderr
 
 
+def test_a_reader_that_goes_away_ends_the_command_quietly():
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "simplefsdp.cli", "--help"],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=_environment(),
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def _first_lines(process: subprocess.Popen[str], until: str) -> list[str]:
     assert process.stdout is not None
     lines = []
