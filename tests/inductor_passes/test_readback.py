@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from inductor_passes import PassConfig, hooks, options, work
+from inductor_passes import PassConfig, graph_plan, hooks, options, work
 from inductor_passes.costs.agree import agree_on_profile
 from inductor_passes.costs.kernel_file import add_kernels, load_kernels, with_kernels
 from inductor_passes.costs.model import ProfileCostModel
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.filterwarnings(
 )  # importing TorchInductor
 
 
-def compile_with(config: PassConfig, rank: int, monkeypatch: pytest.MonkeyPatch) -> list[hooks.Program]:
+def compile_with(config: PassConfig, rank: int, monkeypatch: pytest.MonkeyPatch) -> list[graph_plan.Program]:
     """Compile a block for one rank up to the finished code; returns what the planners were asked."""
-    programs: list[hooks.Program] = []
-    read = hooks.read_program
+    programs: list[graph_plan.Program] = []
+    read = graph_plan.read_program
 
     def note(*args, **kwargs):
         programs.append(read(*args, **kwargs))
@@ -34,7 +34,7 @@ def compile_with(config: PassConfig, rank: int, monkeypatch: pytest.MonkeyPatch)
 
     torch.manual_seed(0)
     with monkeypatch.context() as patch, fake_process_group(rank, 8):
-        patch.setattr(hooks, "read_program", note)
+        patch.setattr(graph_plan, "read_program", note)
         model = simple_fsdp(nn.Sequential(Block(), Block()), mp_policy=BF16)
         emitted_code(model, torch.randn(2, 16, DIM, requires_grad=True), options=options(config))
     return programs
