@@ -122,7 +122,7 @@ def record(
             f"# Collectives, {network}",
             "",
             *conditions(command, found["load"]),
-            f"- fitted: time = alpha + traffic / bandwidth, squared errors by time least; profile: [{names[1]}]({names[1]})",
+            f"- fitted: time = alpha + traffic / bandwidth, squares by time least; profile: [{names[1]}]({names[1]})",
             "",
             f"![Fit and measurement]({names[0]})",
             "",
