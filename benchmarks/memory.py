@@ -18,7 +18,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -31,6 +30,7 @@ from benchmarks.contestants import Contestant, Setting, contestants
 from benchmarks.lanes import Instant
 from benchmarks.modelled_group import modelled_world
 from benchmarks.names import AUTO, FSDP2, NO_PASSES
+from benchmarks.netbed import RankFailure, open_bed
 from benchmarks.record import RESULTS, command_line, conditions, markdown, write
 from benchmarks.workload import Workload, add_arguments, from_options, optimizer_of
 
@@ -176,23 +176,19 @@ def main(arguments: list[str]) -> int:
     found: dict[str, Footprint] = {}
     failures: dict[str, str] = {}
     before = os.getloadavg()[0]
-    for name, contestant in entrants.items():
-        if contestant.unavailable:
-            failures[name] = contestant.unavailable
-            continue
-        worker = [sys.executable, "-m", "benchmarks.memory", *arguments, "--worker", name]
-        try:
-            done = subprocess.run(
-                worker, stdout=subprocess.PIPE, text=True, timeout=options.limit, check=True
-            )
-        except subprocess.TimeoutExpired:
-            failures[name] = f"not done after {options.limit:.0f} s"
-            continue
-        except subprocess.CalledProcessError as error:
-            failures[name] = f"ended with exit code {error.returncode}"
-            continue
-        found[name] = Footprint(*json.loads(done.stdout.strip().splitlines()[-1]))
-        print(f"{name}: {found[name]}", file=sys.stderr)
+    with open_bed(1, None) as bed:
+        for name, contestant in entrants.items():
+            if contestant.unavailable:
+                failures[name] = contestant.unavailable
+                continue
+            worker = [sys.executable, "-m", "benchmarks.memory", *arguments, "--worker", name]
+            try:
+                printed = bed.run(worker, options.limit)
+            except RankFailure as error:
+                failures[name] = str(error).splitlines()[0]
+                continue
+            found[name] = Footprint(*json.loads(printed.strip().splitlines()[-1]))
+            print(f"{name}: {found[name]}", file=sys.stderr)
     kind = "reshard" if workload.reshard else "keep"
     command = command_line("memory", arguments)
     load = before, os.getloadavg()[0]

@@ -140,13 +140,12 @@ class Capture:
         setup = choose_setup(self._setups, graph, pinned=self._pinned)
         if setup is None:
             return
-        profile = setup.profile
-        self.profiles[profile.name] = None
+        merge_waits(graph)
+        self.profiles[setup.profile.name] = None
         saved = self._find_saved(graph) if kind == "backward" else None
         if kind == "forward":
             self._saved.append(saved_values(graph))
         if not self._keep_dumps:  # what the pass would make of the graph nobody sees, and nothing runs it
-            merge_waits(graph)
             self.graphs.append(_facts(kind, graph, plan_graph(graph, setup), saved))
             return
         read: list[GraphFacts] = []

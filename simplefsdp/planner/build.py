@@ -14,6 +14,7 @@ from inductor_passes.planners import plan_collectives
 from simplefsdp.explainer.api import explain
 from simplefsdp.explainer.facts import GraphFacts
 from simplefsdp.explainer.hardware import Hardware
+from simplefsdp.explainer.report import Report
 from simplefsdp.explainer.target import Target
 from simplefsdp.explainer.wrapping import wrap_options
 from simplefsdp.planner.extend import TRACED_LAYERS, ExtensionError, extend
@@ -103,12 +104,16 @@ def trace(
         profile=hardware.profile,
     )
     parameters = {name: Parameter.of(item) for name, item in target.model.named_parameters()}
+
+    def look() -> Report:
+        return explain(
+            target.model, *target.inputs, ranks=gpus, wrap=wrap, title=target.name, eager=eager, dumps=False
+        )
+
     note = "every layer traced"
     if stack is not None:
         removed = cut(target.model, stack)
-        report = explain(
-            target.model, *target.inputs, ranks=gpus, wrap=wrap, title=target.name, eager=eager, dumps=False
-        )
+        report = look()
         try:
             graphs, eager_graphs = (
                 tuple(extend(facts, stack.name, stack.layers) for facts in few)
@@ -120,9 +125,7 @@ def trace(
         else:
             note = f"{TRACED_LAYERS} of the {stack.layers} equal layers of {stack.name!r} traced, one of them repeated"
             return Traced(planned(graphs, planner), parameters, note, report.warnings, eager_graphs)
-    report = explain(
-        target.model, *target.inputs, ranks=gpus, wrap=wrap, title=target.name, eager=eager, dumps=False
-    )
+    report = look()
     return Traced(planned(report.graphs, planner), parameters, note, report.warnings, report.eager)
 
 
