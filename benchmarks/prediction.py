@@ -31,6 +31,8 @@ from benchmarks.names import (
 from inductor_passes import PassConfig
 from inductor_passes.inorder import plan_in_order
 from inductor_passes.plan import ISSUE, WAIT, Event
+from inductor_passes.planners.bound import lower_bound
+from inductor_passes.planners.instance import Instance
 from simplefsdp.explainer.facts import GraphFacts
 from simplefsdp.explainer.schedule import COMPUTE_ROW, make_timeline
 from simplefsdp.planner.build import planned
@@ -72,6 +74,19 @@ class Prediction:
         return self.predicted_s / self.measured_s - 1
 
 
+@dataclasses.dataclass(frozen=True)
+class Outlook:
+    """What the model says of a run.
+
+    Args:
+        predictions: of every contestant that was measured and whose schedule is modelled.
+        bound_s: seconds of a step that no plan of ours can beat.
+    """
+
+    predictions: tuple[Prediction, ...]
+    bound_s: float
+
+
 def predict(
     workload: Workload,
     contestants: Sequence[Contestant],
@@ -79,8 +94,8 @@ def predict(
     medians: Mapping[str, float],
     machine: Machine,
     ranks: int,
-) -> list[Prediction]:
-    """Predict every contestant that was measured and whose schedule is modelled.
+) -> Outlook:
+    """Predict a run.
 
     Args:
         workload: what was trained.
@@ -101,7 +116,7 @@ def predict(
         except NotModelledError:
             continue
         found.append(Prediction(contestant.name, step_s(graphs, scale, machine), medians[contestant.name]))
-    return found
+    return Outlook(tuple(found), bound_s(schedules.traced, scale, machine))
 
 
 class Schedules:
@@ -213,6 +228,27 @@ def step_s(graphs: Iterable[GraphFacts], scale: float, machine: Machine) -> floa
     return sum(_graph_ns(facts, scale, machine) for facts in graphs) / _NS_PER_S + machine.optimizer_s
 
 
+def bound_s(graphs: Iterable[GraphFacts], scale: float, machine: Machine) -> float:
+    """Seconds that no plan of ours for these graphs can beat on a machine, optimizer included.
+
+    Each graph takes the longer one of its compute and its communication, with a first gather and a last reduction. That
+    is more than the longer one of the step, where forward has more compute than communication and backward less.
+
+    Args:
+        graphs: forward and backward.
+        scale: of all compute.
+        machine: where it runs; that communication takes from compute is left out.
+    """
+    bounds = [lower_bound(Instance(_stretched(facts, scale).problem)).time_ns for facts in graphs]
+    return sum(bounds) / _NS_PER_S + machine.optimizer_s
+
+
+def _stretched(facts: GraphFacts, scale: float) -> GraphFacts:
+    """The graph with all compute scaled."""
+    regions = tuple(round(time_ns * scale) for time_ns in facts.problem.region_ns)
+    return dataclasses.replace(facts, problem=dataclasses.replace(facts.problem, region_ns=regions))
+
+
 def _graph_ns(facts: GraphFacts, scale: float, machine: Machine) -> int:
     """Modelled ns of a graph whose compute is scaled, and slower while communication runs.
 
@@ -235,7 +271,7 @@ def _timeline(facts: GraphFacts, scale: float, machine: Machine) -> Timeline:
 
     What a bucket takes longer for it, and so who waits behind it, follows from the schedule: repeated until it settles.
     """
-    regions = tuple(round(time_ns * scale) for time_ns in facts.problem.region_ns)
+    facts = _stretched(facts, scale)
     buckets = facts.plan.buckets
     sizes = [sum(facts.problem.collectives[number].size_bytes for number in item.members) for item in buckets]
     kinds = [facts.problem.collectives[item.members[0]].key.kind for item in buckets]
@@ -246,7 +282,7 @@ def _timeline(facts: GraphFacts, scale: float, machine: Machine) -> Timeline:
         for bucket, more in zip(buckets, more_ns, strict=True):
             first = bucket.members[0]
             items[first] = dataclasses.replace(items[first], transfer_ns=items[first].transfer_ns + more)
-        problem = dataclasses.replace(facts.problem, region_ns=regions, collectives=tuple(items))
+        problem = dataclasses.replace(facts.problem, collectives=tuple(items))
         timeline = make_timeline(dataclasses.replace(facts, problem=problem))
         found_ns = [
             max(0, item.issued_ns + lone - (item.end_ns - more))

@@ -35,7 +35,7 @@ from benchmarks.machine import Machine, busy_s, lone_times, machine_of
 from benchmarks.names import COMMUNICATION, COMPUTE, OPTIMIZER
 from benchmarks.netbed import open_bed, rate_argument
 from benchmarks.pictures import draw_steps
-from benchmarks.prediction import Prediction, judge, predict
+from benchmarks.prediction import Outlook, judge, predict
 from benchmarks.record import RESULTS, command_line, conditions, markdown, quartiles, write
 from benchmarks.rounds import in_turn, not_reached, reason_of
 from benchmarks.targets import targets
@@ -237,7 +237,7 @@ def record(
     command: str,
     found: dict[str, Any],
     machine: Machine,
-    predictions: Sequence[Prediction],
+    outlook: Outlook,
     picture: str,
     profile: str,
 ) -> str:
@@ -247,7 +247,7 @@ def record(
     rounds = len(found["times"][COMPUTE])
     predicted = [
         (item.name, f"{item.measured_s:.3f}", f"{item.predicted_s:.3f}", f"{item.error:+.0%}")
-        for item in predictions
+        for item in outlook.predictions
     ]
     lines = [
         f"# Training step, {network}",
@@ -256,6 +256,7 @@ def record(
         *(f"- {line}" for line in workload.describe()),
         f"- {rounds} rounds of {workload.steps} steps; communication / compute = {ratio:.2f}",
         f"- compute and communication together keep all cores busy for {machine.floor_s:.3f} s: no step can be shorter",
+        f"- forward and backward are planned each for itself: no plan takes less than {outlook.bound_s:.3f} s",
         "",
         f"![Step times]({picture})",
         "",
@@ -271,7 +272,7 @@ def record(
         "",
         *markdown(("", "measured, s", "predicted, s", "error"), predicted),
         "",
-        judge(predictions) if predictions else "No contestant of this run has a prediction.",
+        judge(outlook.predictions) if outlook.predictions else "No contestant of this run has a prediction.",
         "",
     ]
     return "\n".join(lines)
@@ -349,12 +350,12 @@ def main(arguments: list[str]) -> int:
         medians = medians_of(found["times"])
         cores = len(os.sched_getaffinity(0)) / options.ranks
         machine = machine_of(medians, medians_of(found["busy_s"]), cores, found["lone"])
-        predictions = predict(
+        outlook = predict(
             workload, entrants(workload, profile, options.only), profile, medians, machine, options.ranks
         )
         known = options.profile or "calibrated in this run"
         picture = out.with_suffix(".png")
-        text = record(workload, bed.description, command, found, machine, predictions, picture.name, known)
+        text = record(workload, bed.description, command, found, machine, outlook, picture.name, known)
     bars = {}
     for name, times in found["times"].items():
         if name != OPTIMIZER:

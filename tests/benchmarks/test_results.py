@@ -33,12 +33,14 @@ from benchmarks.names import (
     STOCK_OVERLAP,
 )
 from benchmarks.pictures import draw_fits, draw_steps
-from benchmarks.prediction import Prediction, Schedules, judge, scale_to, step_s
+from benchmarks.prediction import Outlook, Prediction, Schedules, bound_s, judge, scale_to, step_s
 from benchmarks.stock import overlap_scheduling
 from benchmarks.targets import targets
 from benchmarks.workload import Workload
 from inductor_passes import PassConfig
 from inductor_passes.costs.profiles import load_profile, parse_profile
+from inductor_passes.planners import PLANNER_NAMES
+from simplefsdp.planner.build import planned
 
 MIB = 2**20
 
@@ -77,14 +79,14 @@ def test_a_result_says_what_was_measured_under_which_conditions():
         "setup_s": {AUTO: 12.3},
         "load": [0.1, 2.0],
     }
-    predictions = [Prediction(AUTO, 1.98, 2.2)]
+    outlook = Outlook((Prediction(AUTO, 1.98, 2.2),), bound_s=1.9)
     text = train_step.record(
         Workload(rounds=9),
         "a network",
         "python -m benchmarks.train_step",
         found,
         Machine(0.9, 0.1, pace=0.5),
-        predictions,
+        outlook,
         "a.png",
         "h100",
     )
@@ -94,6 +96,7 @@ def test_a_result_says_what_was_measured_under_which_conditions():
     assert "load average 0.1 before and 2.0 after" in text
     assert "| 1.10 | 1.10 | met |" in text
     assert "| ours, auto | 2.200 | 1.980 | -10% |" in text
+    assert "no plan takes less than 1.900 s" in text
     assert "![Step times](a.png)" in text
     assert "on the hardware profile h100; compute scaled" in text
     assert "to 50% of that speed" in text
@@ -136,6 +139,18 @@ def test_predicted_time_grows_with_compute_and_never_falls_below_communication(s
     assert predicted(stack_graphs, 1000 * alone) == pytest.approx(1000 * alone, rel=0.02)
     assert predicted(stack_graphs, alone) < 2 * alone + 1e-9
     assert predicted(stack_graphs, 1e-9, optimizer_s=1.0) == pytest.approx(1.0 + alone)
+
+
+def test_no_plan_beats_the_bound_which_judges_forward_and_backward_apart(stack_graphs):
+    machine = Machine(1.0, 0.5)
+    for scale in (1e-3, 1.0, 10.0, 1e4):
+        bound = bound_s(stack_graphs, scale, machine)
+        for planner in PLANNER_NAMES:
+            assert bound <= step_s(planned(stack_graphs, planner), scale, machine) + 1e-9
+        compute = [scale * sum(facts.problem.region_ns) / 1e9 for facts in stack_graphs]
+        sent = [sum(item.transfer_ns for item in facts.problem.collectives) / 1e9 for facts in stack_graphs]
+        assert bound - machine.optimizer_s >= sum(map(max, compute, sent))
+    assert bound - machine.optimizer_s == pytest.approx(sum(compute), rel=0.05)
 
 
 def test_communication_that_needs_the_cores_of_compute_slows_it(stack_graphs):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_overlap, memory, train_step
+from benchmarks.prediction import Outlook
 from benchmarks.rounds import in_turn, not_reached, reason_of
 from benchmarks.workload import Workload
 from simplefsdp.llama.config import get_config
@@ -28,7 +29,8 @@ def cells(text: str, name: str) -> list[str]:
 
 
 def test_training_steps_are_measured_side_by_side(uncompiled, monkeypatch, tmp_path):
-    monkeypatch.setattr(train_step, "predict", lambda *arguments: [])  # traces, which `uncompiled` forbids
+    # It traces, which `uncompiled` forbids.
+    monkeypatch.setattr(train_step, "predict", lambda *arguments: Outlook((), 1.25))
     out = tmp_path / "steps.md"
     arguments = ["--profile", "cpu_gloo", "--rounds", "2", "--steps", "1", "--out", str(out), *SMALL]
     assert train_step.main([*arguments, "--only", "DDP", "FSDP2 eager", "ours, eager"]) == 0
@@ -39,6 +41,7 @@ def test_training_steps_are_measured_side_by_side(uncompiled, monkeypatch, tmp_p
     assert float(cells(text, "optimizer alone")[1]) < float(cells(text, "ours, eager")[1])
     assert "ours, auto was not measured" in text
     assert "No contestant of this run has a prediction." in text
+    assert "no plan takes less than 1.250 s" in text
     assert (tmp_path / "steps.png").stat().st_size > 1000
     assert "--only DDP 'FSDP2 eager' 'ours, eager'`" in text
 
