@@ -1,10 +1,10 @@
 # `make train` and `make test` do all set-up on a fresh machine. `make help` lists the rest.
 # Variables: PYTHON, the interpreter the environment is made with; ARGS, passed on to the trainer or to pytest; JOBS, how
-# many processes run tests, at most: each starts ranks and compilers of its own.
+# many processes run tests: one more than there are cores, as they often wait for ranks and compilers of their own.
 
 PYTHON ?= python3
 ARGS ?=
-JOBS ?= 4
+JOBS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 4))')
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -24,7 +24,7 @@ train: $(VENV)/installed-train ## Train a small Llama on this machine; options i
 
 test: lint ## Check style and types, then run the tests; pytest options in ARGS="-k name"
 	@echo "== pytest"
-	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses $(JOBS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/installed-dev ## Check style and types
 	@echo "== ruff"
