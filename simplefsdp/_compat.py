@@ -34,6 +34,7 @@ __all__ = [
     "fake_like",
     "fake_mode",
     "fake_world",
+    "find_fake_mode",
     "find_graph_break",
     "find_sharded_dim",
     "foreach_norm",
@@ -284,6 +285,13 @@ def fake_like(tensor: torch.Tensor, mode: Any, device: torch.device | None = Non
         device = torch.device("cpu") if tensor.is_meta else tensor.device
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def find_fake_mode(values: Iterable[Any]) -> Any:
+    """The mode of the first fake tensor among values, None when there is none."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
 
 
 def find_graph_break(graph: torch.fx.GraphModule) -> tuple[str, str] | None:

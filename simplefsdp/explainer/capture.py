@@ -196,18 +196,21 @@ def _facts(kind: str, graph: fx.Graph, found: GraphPlan, saved: Mapping[str, Sav
 
 
 def _without_computing(gm: fx.GraphModule) -> Callable[..., Any]:
-    """A stand-in for a compiled graph that returns tensors of the right shapes."""
+    """A stand-in for a compiled graph that returns tensors of the right shapes.
+
+    They are fake in the mode of the inputs, not of the trace: code between two graphs may use both together.
+    """
     inputs = gm.graph.find_nodes(op="placeholder")
     outputs = gm.graph.output_node().args[0]
 
     def run(*args: Any) -> tuple[Any, ...]:
         given = dict(zip(inputs, args, strict=True))
-        return tuple(_outputs(outputs, given))
+        return tuple(_outputs(outputs, given, _compat.find_fake_mode(args)))
 
     return run
 
 
-def _outputs(outputs: Any, given: dict[fx.Node, Any]) -> Iterator[Any]:
+def _outputs(outputs: Any, given: dict[fx.Node, Any], mode: Any) -> Iterator[Any]:
     for node in outputs:
         if node is None or not hasattr(node, "meta"):
             yield node
@@ -215,4 +218,7 @@ def _outputs(outputs: Any, given: dict[fx.Node, Any]) -> Iterator[Any]:
             yield given[node]
         else:
             value = node.meta["val"]
-            yield value.detach() if isinstance(value, torch.Tensor) else value
+            if isinstance(value, torch.Tensor):
+                yield value.detach() if mode is None else _compat.fake_like(value, mode)
+            else:
+                yield value

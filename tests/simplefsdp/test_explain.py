@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import simplefsdp
+from inductor_passes.plan import Role
 from simplefsdp import MixedPrecisionPolicy, PassConfig, simple_fsdp
 from simplefsdp.explainer.facts import BEFORE, Memory
 from tests.inductor_passes.toy import BF16, Mlp, ToyLlama, tokens, world
@@ -35,6 +37,18 @@ class Broken(Net):
         x = torch.relu(self.up(x))
         torch._dynamo.graph_break()
         return self.down(x)
+
+
+@torch.compiler.disable
+def outside(x, weight):
+    return torch.relu(x) + weight.sum()
+
+
+class Uncompiled(Net):
+    """The same, with an operation that never is compiled, on what a graph made and a parameter."""
+
+    def forward(self, x):
+        return self.down(outside(self.up(x), self.up.weight))
 
 
 class Counting(Net):
@@ -170,6 +184,27 @@ def test_a_wrapped_model_is_explained_on_its_process_group_and_left_as_it_was():
     assert len(report.tables[0]) == 6
 
 
+def test_a_last_layer_that_an_inner_wrap_keeps_is_not_gathered_again():
+    with world(RANKS):
+        with torch.device("meta"):
+            model = ToyLlama(3)
+        simple_fsdp(model.layers[-1], reshard_after_forward=False, mp_policy=BF16)
+        simple_fsdp(model, mp_policy=BF16)
+        forward, backward = simplefsdp.explain(model, tokens(), profile="h100_sxm").graphs
+
+    def gathered(facts):
+        return {
+            item.name.rpartition(".")[0] for item in facts.problem.collectives if item.role is Role.GATHER
+        }
+
+    layers = [{name for name in gathered(forward) if name.startswith(f"layers.{at}.")} for at in range(3)]
+    assert all(layers)
+    assert gathered(backward) >= layers[0] | layers[1]
+    assert not gathered(backward) & layers[2]
+    keys = {item.key for item in forward.problem.collectives}
+    assert len(keys) == 1, "both wraps share buckets"
+
+
 def test_an_unwrapped_model_stays_unwrapped():
     model = Net()
     kinds = [type(module) for module in model.modules()]
@@ -185,6 +220,17 @@ def test_a_graph_break_is_pointed_out_with_its_place():
     place = Broken.forward.__code__.co_firstlineno + 2
     assert line.startswith(f"graph break at {__file__}:{place}: ")
     assert line in str(report)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_code_between_graphs_runs_on_what_they_made(device):
+    with contextlib.nullcontext() if device is None else torch.device(device):
+        report = simplefsdp.explain(Uncompiled(), torch.ones(2, 8), ranks=4, profile="h100_sxm")
+    places = [item.place for item in report.interruptions]
+    assert any("test_explain.py:" in place for place in places)
+    names = [item.name for facts in report.graphs for item in facts.problem.collectives]
+    assert [facts.kind for facts in report.graphs] == ["forward", "forward", "backward", "backward"]
+    assert {name.rpartition(".")[2] for name in names} == {"weight"}
 
 
 def test_a_recompile_is_pointed_out_although_dynamo_forgets_what_it_compiled():
