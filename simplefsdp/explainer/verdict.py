@@ -25,6 +25,7 @@ ADVICE = {
     ),
 }
 
+KEEP_ADVICE = "backward needs it at once; a module wrapped before the model with reshard_after_forward=False keeps it from forward"
 
 AT_ONCE_ADVICE = "it is waited for where it starts; planner 'auto' would move them apart"
 
@@ -95,5 +96,10 @@ def _advice(graphs: Sequence[GraphFacts], timelines: Sequence[Timeline], step_ns
     name = bucket_name(facts, facts.plan, bucket, most=1)
     placed = facts.plan.buckets[bucket]
     at_once = placed.issue_slot == placed.wait_slot and reason is ExposureReason.SHORT
-    advice = AT_ONCE_ADVICE if at_once and facts.plan.planner != "auto" else ADVICE[reason]
+    if at_once and facts.plan.planner != "auto":
+        advice = AT_ONCE_ADVICE
+    elif reason is ExposureReason.FIRST and facts.kind == "backward":
+        advice = KEEP_ADVICE
+    else:
+        advice = ADVICE[reason]
     return f"{facts.kind} {name} {exposed_ns / 1e6:.3f} ms exposed: {advice}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from inductor_passes.plan import Collective, GroupKey, LowerBound, PlanningProblem, Role
@@ -121,6 +123,17 @@ def test_the_verdict_names_the_largest_exposed_transfer(alone):
     assert (verdict.step_ns, verdict.bound_ns, verdict.exposed_ns, verdict.peak_bytes) == (660, 600, 60, 128)
     assert "forward all_gather w 0.000 ms exposed: too little compute" in str(verdict)
     assert str(make_verdict([], [], "h100_sxm")).endswith("nothing worth changing")
+
+
+@pytest.mark.parametrize(
+    ("kind", "advice"), [("forward", "less data would help"), ("backward", "reshard_after_forward=False")]
+)
+def test_a_gather_that_backward_begins_with_could_stay_from_forward(kind, advice):
+    first = dataclasses.replace(gather("w", 80, 150), latest_issue=0, latest_wait=0)
+    events = [(0, 0, False), (0, 0, True)]
+    facts = facts_of([first], [], [Traffic(10, 80, None, True, 1)], [(0,)], events)
+    facts = dataclasses.replace(facts, kind=kind, plan=dataclasses.replace(facts.plan, planner="auto"))
+    assert advice in make_verdict([facts], [make_timeline(facts)], "h100_sxm").change
 
 
 @pytest.mark.parametrize(
