@@ -25,7 +25,10 @@ ADVICE = {
     ),
 }
 
-KEEP_ADVICE = "backward needs it at once; a module wrapped before the model with reshard_after_forward=False keeps it from forward"
+KEEP_ADVICE = (
+    "backward needs it at once; where its module is wrapped before the model, with reshard_after_forward=False, forward "
+    "keeps it"
+)
 
 AT_ONCE_ADVICE = "it is waited for where it starts; planner 'auto' would move them apart"
 
