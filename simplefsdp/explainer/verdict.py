@@ -26,8 +26,8 @@ ADVICE = {
 }
 
 KEEP_ADVICE = (
-    "backward needs it at once; where its module is wrapped before the model, with reshard_after_forward=False, forward "
-    "keeps it"
+    "backward needs it at once; where its module is wrapped before the model, with reshard_after_forward=False, it "
+    "stays from forward"
 )
 
 AT_ONCE_ADVICE = "it is waited for where it starts; planner 'auto' would move them apart"
