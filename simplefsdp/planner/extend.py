@@ -53,11 +53,12 @@ def extend(facts: GraphFacts, stack: str, layers: int) -> GraphFacts:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """How a layer's regions lie: the repeated layer is `first` to `second`, the next one up to `third`."""
+    """How a layer's regions lie: the repeated layer is `first` to `second`, the next to `third`, the last to `tail`."""
 
     first: int
     second: int
     third: int
+    tail: int
     end: int
     copies: int
 
@@ -69,7 +70,7 @@ class _Place:
         """Where a fixed place goes."""
         if at <= self.first:
             return at
-        if at >= self.second:
+        if at >= self.tail:
             return at + self.copies * self.period
         raise ExtensionError(f"{what} names a fixed place inside a layer")
 
@@ -106,7 +107,8 @@ class _Extension:
         third = second + counts[2]
         if ordinals[first:third] != [1] * counts[1] + [2] * counts[2] or counts[1] != counts[2]:
             raise ExtensionError(f"{facts.kind}: layers of {stack!r} overlap or differ in length")
-        self._place = _Place(first, second, third, len(facts.regions), copies)
+        tail = 1 + max(at for at, ordinal in enumerate(ordinals) if ordinal is not None)
+        self._place = _Place(first, second, third, tail, len(facts.regions), copies)
         self._ordinals = ordinals
         times = facts.problem.region_ns
         if times[first:second] != times[second:third]:

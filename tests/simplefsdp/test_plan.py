@@ -53,6 +53,24 @@ def test_repeating_a_llama_layer_that_keeps_its_activations_equals_tracing_all()
         assert extend(few, "layers", 6) == all_
 
 
+class Reaching(Tower):
+    """A tower whose layers also read what the layer before the last one made."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        before = x
+        for layer in self.layers:
+            before, x = x, layer(x + before)
+        return self.head(x)
+
+
+def test_layers_that_hand_on_further_than_to_the_next_are_refused():
+    report = explained(lambda: Reaching(TRACED_LAYERS), eager=True)
+    for facts in (*report.graphs, *report.eager):
+        with pytest.raises(ExtensionError):
+            extend(facts, "layers", 6)
+
+
 def test_memory_of_saved_activations_grows_by_a_layer_each(four):
     peaks = [
         make_timeline(extend(four[0], "layers", count)).memory[-1].total_bytes for count in (4, 5, 6, 12)
