@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 OURS_BY_BLOCK = "ours, compiled blocks"
 NAMES = (AUTO, NO_PASSES, OURS_BY_BLOCK, FSDP2_COMPILED)
+_BY_BLOCK = (OURS_BY_BLOCK, FSDP2_COMPILED)
 LAYERS = (4, 8, 16, 32, 64)
 _SMALL = Workload(dim=64, ffn_dim=128, vocab_size=256, batch=1, sequence=32)
 
@@ -185,8 +186,10 @@ def dedup(found: dict[str, dict[int, tuple[Cost, Cost] | str]]) -> list[str]:
         if len(known) < 2:
             continue
         (few, first), *_, (many, last) = sorted(known.items())
-        if last.graphs == 1:
-            what = "one graph holds every block, and equal blocks are compiled again; equal kernels are compiled once"
+        if name not in _BY_BLOCK:
+            what = "one graph holds every block; equal kernels are compiled once"
+            if name == AUTO:
+                what += ", but copies to and from different places of buckets are kernels of their own"
         elif last.graphs == first.graphs:
             what = "equal blocks are compiled once"
         else:

@@ -273,7 +273,8 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> str:
         if None not in codes:
             return ""
         if time.monotonic() > deadline:
-            return f"{codes.count(None)} ranks still ran after {timeout_s:.0f} s"
+            who = f"{codes.count(None)} of {len(codes)} ranks" if len(codes) > 1 else "it"
+            return f"{who} still ran after {timeout_s:.0f} s"
         time.sleep(_POLL_S)
 
 

@@ -29,7 +29,7 @@ def test_a_rank_that_fails_ends_the_others():
 
 
 def test_ranks_are_ended_when_the_time_is_up():
-    with open_bed(2, None) as bed, pytest.raises(RankFailure, match="2 ranks still ran after 0 s"):
+    with open_bed(2, None) as bed, pytest.raises(RankFailure, match="2 of 2 ranks still ran after 0 s"):
         bed.run([sys.executable, "-c", "import time; time.sleep(100)"], 0.2)
 
 

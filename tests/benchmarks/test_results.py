@@ -354,15 +354,15 @@ def test_compile_costs_are_tabled_and_dedup_is_told():
         return Cost(2.0, 0.5, graphs, kernels), Cost(1.0, 0.1, graphs, 0)
 
     found = {
-        "whole": {4: cost(1, 30), 8: cost(1, 33)},
-        "blocks": {4: cost(2, 9), 8: cost(2, 9)},
-        "again": {4: cost(4, 9), 8: cost(8, 9), 16: "more than 9 s"},
+        NO_PASSES: {4: cost(1, 30), 8: cost(1, 33)},
+        compile_cost.OURS_BY_BLOCK: {4: cost(1, 9), 8: cost(1, 9)},
+        FSDP2_COMPILED: {4: cost(4, 9), 8: cost(8, 9), 16: "more than 9 s"},
     }
     text = compile_cost.record(Workload(), "a command", (0, 0), 8, found)
-    assert "| whole | 4 | 2.0 | 1.0 | 0.50 | 0.10 | 1 | 30 |" in text
-    assert "| again | 16 | more than 9 s |" in text
-    assert "whole, 4 to 8 layers: 1 to 1 graphs, 30 to 33 kernels: one graph holds every block" in text
-    assert "9 to 9 kernels: equal blocks are compiled once" in text
+    assert f"| {NO_PASSES} | 4 | 2.0 | 1.0 | 0.50 | 0.10 | 1 | 30 |" in text
+    assert f"| {FSDP2_COMPILED} | 16 | more than 9 s |" in text
+    assert f"{NO_PASSES}, 4 to 8 layers: 1 to 1 graphs, 30 to 33 kernels: one graph holds every block" in text
+    assert "1 to 1 graphs, 9 to 9 kernels: equal blocks are compiled once" in text
     assert "4 to 8 graphs, 9 to 9 kernels: equal blocks are compiled again" in text
 
 
