@@ -134,10 +134,10 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         for _ in ("cold", "warm"):
             try:
-                printed = bed.run(["env", f"TORCHINDUCTOR_CACHE_DIR={folder}", *worker], limit_s)
+                cost = bed.result(["env", f"TORCHINDUCTOR_CACHE_DIR={folder}", *worker], limit_s)
             except RankFailure as error:
                 return str(error).splitlines()[0]
-            found.append(Cost(**json.loads(printed.strip().splitlines()[-1])))
+            found.append(Cost(**cost))
     return found[0], found[1]
 
 

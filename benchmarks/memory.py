@@ -183,11 +183,11 @@ def main(arguments: list[str]) -> int:
                 continue
             worker = [sys.executable, "-m", "benchmarks.memory", *arguments, "--worker", name]
             try:
-                printed = bed.run(worker, options.limit)
+                footprint = bed.result(worker, options.limit)
             except RankFailure as error:
                 failures[name] = str(error).splitlines()[0]
                 continue
-            found[name] = Footprint(*json.loads(printed.strip().splitlines()[-1]))
+            found[name] = Footprint(*footprint)
             print(f"{name}: {found[name]}", file=sys.stderr)
     kind = "reshard" if workload.reshard else "keep"
     command = command_line("memory", arguments)

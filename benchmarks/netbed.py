@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -27,7 +28,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -71,6 +72,10 @@ class Bed:
 
     def close(self) -> None:
         """Remove what the bed made."""
+
+    def result(self, command: Sequence[str], timeout_s: float) -> Any:
+        """Run a command once per rank, as `run` does; returns the last line that rank 0 wrote, read as JSON."""
+        return json.loads(self.run(command, timeout_s).strip().splitlines()[-1])
 
     def run(self, command: Sequence[str], timeout_s: float) -> str:
         """Run a command once per rank, with torch.distributed's environment.

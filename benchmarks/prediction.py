@@ -31,8 +31,7 @@ from benchmarks.names import (
 from inductor_passes import PassConfig
 from inductor_passes.inorder import plan_in_order
 from inductor_passes.plan import ISSUE, WAIT, Event
-from inductor_passes.planners.bound import lower_bound
-from inductor_passes.planners.instance import Instance
+from inductor_passes.planners import plan_collectives
 from simplefsdp.explainer.facts import GraphFacts
 from simplefsdp.explainer.schedule import COMPUTE_ROW, make_timeline
 from simplefsdp.planner.build import planned
@@ -239,8 +238,8 @@ def bound_s(graphs: Iterable[GraphFacts], scale: float, machine: Machine) -> flo
         scale: of all compute.
         machine: where it runs; that communication takes from compute is left out.
     """
-    bounds = [lower_bound(Instance(_stretched(facts, scale).problem)).time_ns for facts in graphs]
-    return sum(bounds) / _NS_PER_S + machine.optimizer_s
+    plans = [plan_collectives(_stretched(facts, scale).problem, "none") for facts in graphs]
+    return sum(plan.lower_bound.time_ns for plan in plans) / _NS_PER_S + machine.optimizer_s
 
 
 def _stretched(facts: GraphFacts, scale: float) -> GraphFacts:

@@ -162,7 +162,7 @@ def main(arguments: list[str]) -> int:
     out = options.out or RESULTS / f"{name}.md"
     worker = [sys.executable, "-m", "benchmarks.sweep", *arguments, "--worker", name]
     with open_bed(options.ranks, options.rate) as bed:
-        found = json.loads(bed.run(worker, _TIMEOUT_S).strip().splitlines()[-1])
+        found = bed.result(worker, _TIMEOUT_S)
         network = bed.description
     profile = parse_profile(found["profile"])
     picture, written = out.with_suffix(".png"), out.with_suffix(".json")

@@ -343,8 +343,7 @@ def main(arguments: list[str]) -> int:
             bed.run(calibration, _CALIBRATION_TIMEOUT_S)
         worker = [sys.executable, "-m", "benchmarks.train_step", *arguments, "--worker", "--profile", profile]
         # Twice the limit, and as much again for the contestant being set up and the window running when it passes.
-        printed = bed.run(worker, 3 * options.limit)
-        found = json.loads(printed.strip().splitlines()[-1])
+        found = bed.result(worker, 3 * options.limit)
         found["profile"] = json.loads(load_profile(profile).to_json())
         print("measured; predicting", file=sys.stderr)
         medians = medians_of(found["times"])
