@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 # Top to bottom, `/` for sub-packages; an `__init__` stands below what it re-exports. Files may be missing, not extra.
 STACKS = {
     "simplefsdp": """
-        _compat policy mesh placement ranks alike trail unshard regather slots census parametrize
+        garbage _compat policy mesh placement ranks alike trail unshard regather slots census parametrize
         state initialize optimizer accumulate api
         explainer/facts explainer/schedule explainer/read explainer/eager
         explainer/lines explainer/capture explainer/world

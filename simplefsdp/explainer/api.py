@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -27,11 +26,11 @@ from simplefsdp.api import simple_fsdp
 from simplefsdp.explainer.capture import RECOMPILE, Capture, Interruption
 from simplefsdp.explainer.report import Report
 from simplefsdp.explainer.world import fake_copy, fake_inputs, fake_parameters
+from simplefsdp.garbage import rare_collections
 from simplefsdp.parametrize import is_wrapped, slots_of
 
 __all__ = ["explain"]
 
-_OBJECTS_BETWEEN_COLLECTIONS = 200_000
 _ADVISING_LOGGERS = ("torch._dynamo", "torch._higher_order_ops")  # torch 2.11 to 2.14
 
 
@@ -153,18 +152,6 @@ def _quiet_dynamo() -> Iterator[None]:
             logger.setLevel(level)
 
 
-@contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Look for unreachable cycles seldom: a trace makes many objects that stay, and each look goes through all."""
-    before = gc.get_threshold()
-    if before[0]:  # 0 is off
-        gc.set_threshold(max(before[0], _OBJECTS_BETWEEN_COLLECTIONS), *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
 def _step_of(model: nn.Module) -> Callable[..., Any]:
     """A function of its own that calls the model: reports do not add up, nor count against a training that follows."""
 
@@ -187,7 +174,7 @@ def _trace(
     known = _compat.compilations()
     # Never dynamic: an earlier trace with other sizes would make Dynamo put symbols for them, which have no cost.
     compiled = torch.compile(_step_of(model), backend=capture, dynamic=False)
-    with warnings.catch_warnings(), _quiet_dynamo(), _rare_collections():
+    with warnings.catch_warnings(), _quiet_dynamo(), rare_collections():
         warnings.filterwarnings(
             "ignore", message="the .* pass keeps", category=RuntimeWarning
         )  # in the report

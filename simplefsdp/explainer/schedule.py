@@ -334,20 +334,22 @@ def _memory_curve(holdings: tuple[Holding, ...], times: tuple[int, ...]) -> tupl
     """The sum of holdings over time; `times` are those at which the nodes begin, and the end of the last."""
     after = len(times) - 1
     uses = {use: number for number, use in enumerate(Memory)}
-    changes = [[0] * len(uses) for _ in range(2 * after + 2)]
+    # By moment: what a node allocates comes at twice its number, what it is the last to hold goes one moment later.
+    changes: dict[int, list[int]] = {}
+    nothing = [0] * len(uses)
     for item in holdings:
-        changes[2 * item.begin][uses[item.use]] += item.size_bytes
+        use = uses[item.use]
+        changes.setdefault(2 * item.begin, nothing[:])[use] += item.size_bytes
         if item.end < after:
-            changes[2 * item.end + 1][uses[item.use]] -= item.size_bytes
-    points: list[MemoryPoint] = []
-    held = [0] * len(uses)
-    for position in range(after + 1):
-        for phase in (0, 1):
-            change = changes[2 * position + phase]
-            held = [now + delta for now, delta in zip(held, change, strict=True)]
-            if any(change) or not points:
-                time_ns = times[min(position + phase, after)]
-                if points and points[-1].time_ns == time_ns and points[-1].total_bytes <= sum(held):
-                    points.pop()
-                points.append(MemoryPoint(time_ns, tuple(held)))
+            changes.setdefault(2 * item.end + 1, nothing[:])[use] -= item.size_bytes
+    points = [MemoryPoint(times[0], tuple(changes.pop(0, nothing)))]
+    for moment in sorted(moment for moment, change in changes.items() if any(change)):
+        last = points[-1]
+        point = MemoryPoint(
+            times[min((moment + 1) // 2, after)],
+            tuple(now + delta for now, delta in zip(last.by_use, changes[moment], strict=True)),
+        )
+        if last.time_ns == point.time_ns and last.total_bytes <= point.total_bytes:
+            points.pop()
+        points.append(point)
     return tuple(points)
