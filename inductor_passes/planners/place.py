@@ -18,6 +18,8 @@ A gather fits when, with it, the budget holds in every region up to its use: gat
 their way, the gradients that buckets still being filled will hold by then, and the copies of gather buckets
 in flight when they are taken apart.
 
+A gather bucket is waited for, in step 2 as in step 3, only when the values copied out of it fit the budget, too.
+
 Reductions are waited for as late as possible: when memory is short, those that are done already go first, at
 no cost; one that still runs is waited for only when nothing else helps.
 
@@ -244,9 +246,7 @@ class _Sweep:
         ahead = buckets.size_bytes[bucket]
         if buckets.latest[bucket] <= slot:
             ahead = self._bytes_needed_after(numbers, slot)
-        if ahead == 0:
-            return _STARTED
-        if self.bounded:
+        if ahead and self.bounded:
             last = max([self.needs[number] for number in numbers]) - 1
             reserve = max(self.unsent, buckets.reserved.most(slot, last)) + self._copies_beyond_prefetched()
             if not self._make_room(ahead + reserve, False) and not (
@@ -270,7 +270,7 @@ class _Sweep:
         buckets = self.buckets
         if buckets.earliest[bucket] > self.slot or not self._inputs_are_there(bucket, forced):
             return _MUST_WAIT
-        if self.bounded and not self._copy_fits(buckets.staging_bytes[bucket]):
+        if not self._copy_fits(buckets.staging_bytes[bucket], True):
             return _MUST_WAIT
         size = buckets.size_bytes[bucket]
         self.unsent -= size
@@ -280,19 +280,9 @@ class _Sweep:
 
     def _wait_for(self, due: list[int]) -> bool:
         """Step 3 of the rule, first what is done first; ``False`` when copies do not fit the budget."""
-        buckets = self.buckets
         if len(due) > 1:
             due.sort(key=lambda bucket: (self.end_ns[bucket], bucket))
-        for bucket in due:
-            if not self.waited[bucket]:
-                if (
-                    self.bounded
-                    and buckets.is_gather[bucket]
-                    and not self._copy_fits(buckets.staging_bytes[bucket])
-                ):
-                    return False
-                self._wait(bucket)
-        return True
+        return all(self.waited[bucket] or self._take(bucket, True) for bucket in due)
 
     def _start(self, bucket: int) -> None:
         buckets = self.buckets
@@ -304,6 +294,14 @@ class _Sweep:
         self.end_ns[bucket] = self.free_at[group] = begin + buckets.duration_ns[bucket]
         self.queued_behind[bucket] = self.last_of[group]
         self.last_of[group] = bucket
+
+    def _take(self, bucket: int, at_any_cost: bool) -> bool:
+        """Wait for a bucket when what is copied out of it fits the budget; say whether it does."""
+        buckets = self.buckets
+        if buckets.is_gather[bucket] and not self._copy_fits(buckets.staging_bytes[bucket], at_any_cost):
+            return False
+        self._wait(bucket)
+        return True
 
     def _wait(self, bucket: int) -> None:
         self.events.append((self.slot, bucket, True))
@@ -317,14 +315,15 @@ class _Sweep:
 
     def _inputs_are_there(self, bucket: int, forced: bool) -> bool:
         """Whether all results a bucket depends on are awaited; awaits those that are done, or all if
-        forced."""
+        forced, as far as their copies fit."""
         for other in self.buckets.depends_on[bucket]:
             if self.end_ns[other] < 0:
                 return False
             if not self.waited[other]:
                 if self.end_ns[other] > self.now and not forced:
                     return False
-                self._wait(other)
+                if not self._take(other, forced):
+                    return False
         return True
 
     def _make_room(self, extra: int, at_any_cost: bool) -> bool:
@@ -340,11 +339,11 @@ class _Sweep:
             self._wait(self.pending.popleft())
         return True
 
-    def _copy_fits(self, staging: int) -> bool:
-        """Make room for the copies of a bucket, at any cost; say whether there is."""
-        if staging == 0:
+    def _copy_fits(self, staging: int, at_any_cost: bool) -> bool:
+        """Make room for the copies of a bucket, as :meth:`_make_room` does; say whether there is."""
+        if staging == 0 or not self.bounded:
             return True
-        if not self._make_room(self.unsent + staging, True):
+        if not self._make_room(self.unsent + staging, at_any_cost):
             return False
         self.peak = max(self.peak, self.prefetched + self.pending_bytes + self.unsent + staging)
         return True

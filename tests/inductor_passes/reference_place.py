@@ -191,6 +191,11 @@ class ReferencePlacement:
             most = max(most, later + mine + self.staging(b))
         return most
 
+    def apart_fits(self, bucket, at_any_cost):
+        """Whether the values copied out of a gather bucket fit now, beside the bucket and all else."""
+        staging = self.staging(bucket) if self.first(bucket).role is Role.GATHER else 0
+        return not staging or self.make_room(self.unsent() + staging, at_any_cost)
+
     def inputs_are_there(self, bucket, forced):
         for n in self.members[bucket]:
             for other in sorted(self.items[n].depends_on):
@@ -199,6 +204,8 @@ class ReferencePlacement:
                     return False
                 if not self.awaited(home):
                     if not self.is_done(home) and not forced:
+                        return False
+                    if not self.apart_fits(home, forced):
                         return False
                     self.events.append((self.slot, home, True))
         return True
@@ -266,12 +273,7 @@ class ReferencePlacement:
             due = [b for b in range(len(self.members)) if self.wait_slot(b) == self.slot]
             for b in sorted(due, key=lambda b: (ends[b], b)):
                 if not self.awaited(b):
-                    gather = self.first(b).role is Role.GATHER
-                    if (
-                        gather
-                        and self.staging(b)
-                        and not self.make_room(self.unsent() + self.staging(b), True)
-                    ):
+                    if not self.apart_fits(b, True):
                         return None
                     self.events.append((self.slot, b, True))
             if not self.make_room(self.unsent(), True):

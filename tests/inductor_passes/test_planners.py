@@ -7,7 +7,7 @@ import time
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from inductor_passes.plan import Collective, PlanningProblem, Role
+from inductor_passes.plan import Collective, LowerBound, PlanningProblem, Role
 from inductor_passes.planners import PLANNER_NAMES, plan_collectives
 from inductor_passes.planners.bound import lower_bound
 from inductor_passes.planners.check import check_plan
@@ -15,13 +15,13 @@ from inductor_passes.planners.exact import EXACT_LIMIT, enumerate_best
 from inductor_passes.planners.hedge import GOOD_ENOUGH_PER_MILLE
 from inductor_passes.planners.instance import Bucketing, Instance
 from inductor_passes.planners.place import place
-from inductor_passes.planners.schedule import expand
+from inductor_passes.planners.schedule import expand, make_plan
 from inductor_passes.planners.search import Search
 from inductor_passes.planners.segment import all_runs, best_runs
 from inductor_passes.timeline import simulate
 from tests.helpers.effort import count_calls
 from tests.inductor_passes.llama_problems import LLAMA_8B, LLAMA_405B, Llama, llama_problem
-from tests.inductor_passes.plan_strategies import GATHER, REDUCE, problems
+from tests.inductor_passes.plan_strategies import GATHER, GATHER_FP32, REDUCE, problems
 from tests.inductor_passes.reference_place import ReferencePlacement, bucketings, fastest
 
 RELAXED = {"deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -37,6 +37,10 @@ def every_bucketing(instance):
 @settings(max_examples=40, **RELAXED)
 @given(problems(most_movable=3, most_regions=4))
 def test_placing_equals_the_reference(problem):
+    check_placing(problem)
+
+
+def check_placing(problem):
     """Every bucketing and every order: the same ones, the same events, the same step, or both say no."""
     instance = Instance(problem)
     found = every_bucketing(instance)
@@ -52,6 +56,10 @@ def test_placing_equals_the_reference(problem):
             else:
                 assert placed.step_ns == step
                 assert placed.events == reference.events
+                if problem.memory_budget_bytes is not None:
+                    plan = make_plan(problem, "any", bucketing.members, placed.events, LowerBound(0, "none"))
+                    check_plan(problem, plan)
+                    assert placed.peak_bytes == plan.peak_in_flight_bytes
 
 
 def brute_force(problem):
@@ -104,6 +112,41 @@ def test_auto_equals_brute_force_at_the_limit(problem):
 @given(problems(most_movable=25, most_regions=15, most_fixed=4))
 def test_larger_plans_keep_the_rules_and_auto_is_never_worse(problem):
     check_all_planners(problem)
+
+
+@pytest.mark.parametrize(
+    ("needed", "fed_by", "region_ns", "budget"),
+    [
+        pytest.param(1, 1, (0,), 4, id="can wait no longer"),
+        pytest.param(2, 3, (10, 10, 10), 5, id="done early"),
+    ],
+)
+def test_copies_of_a_bucket_that_feeds_another_fit_the_budget(needed, fed_by, region_ns, budget):
+    """A gather that needs the result of a bucket has it awaited before the slot it is due in, or before others due
+    there: its copies take room beside a reduction on its way all the same."""
+    last = len(region_ns)
+    items = (
+        Collective("a.weight", GATHER, Role.GATHER, 1, 0, 0, needed, needed, staging_bytes=1, block="a"),
+        Collective("a.bias", GATHER, Role.GATHER, 1, 0, 0, needed, needed, staging_bytes=1, block="a"),
+        Collective("fed", GATHER_FP32, Role.GATHER, 0, 0, 0, fed_by, fed_by, depends_on=(0,)),
+        Collective("grad", REDUCE, Role.REDUCE, 3, 15, 0, last, last),
+    )
+    alpha_ns = {GATHER: 5, GATHER_FP32: 0, REDUCE: 0}
+    problem = PlanningProblem(region_ns, items, alpha_ns, memory_budget_bytes=budget)
+    plans = check_all_planners(problem)
+    for name in ("block", "auto"):
+        assert (0, 1) in [bucket.members for bucket in plans[name].buckets]
+    check_placing(problem)
+
+
+def test_gathers_leave_room_for_the_copies_of_a_bucket_started_where_it_is_needed():
+    """It holds no bytes until it is copied apart, and still a prefetch that takes the room for that has to wait."""
+    items = (
+        Collective("needed", GATHER, Role.GATHER, 1, 0, 0, 0, 0, staging_bytes=1),
+        Collective("with it", GATHER, Role.GATHER, 0, 0, 0, 1, 1),
+        Collective("prefetched", GATHER_FP32, Role.GATHER, 2, 0, 0, 1, 1),
+    )
+    check_placing(PlanningProblem((0,), items, {GATHER: 0, GATHER_FP32: 0}, memory_budget_bytes=2))
 
 
 def test_of_plans_about_as_fast_auto_takes_the_one_that_forgives_slow_compute():
