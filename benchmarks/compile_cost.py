@@ -188,8 +188,6 @@ def dedup(found: dict[str, dict[int, tuple[Cost, Cost] | str]]) -> list[str]:
         (few, first), *_, (many, last) = sorted(known.items())
         if name not in _BY_BLOCK:
             what = "one graph holds every block; equal kernels are compiled once"
-            if name == AUTO:
-                what += ", but copies to and from different places of buckets are kernels of their own"
         elif last.graphs == first.graphs:
             what = "equal blocks are compiled once"
         else:

@@ -29,6 +29,9 @@ __all__ = [
     "accessed_bytes",
     "aot_autograd_backend",
     "buffer_lifetimes",
+    "called_operator",
+    "chunk_cat",
+    "copy_all",
     "evaluate",
     "fake_result",
     "find_flop_formula",
@@ -297,7 +300,17 @@ def fake_result(node: fx.Node) -> Any:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-_LAYOUT_OPERATORS = (torch.ops.aten.reshape.default, torch.ops.aten.slice.Tensor, torch.ops.aten.cat.default)
+_LAYOUT_OPERATORS = (torch.ops.aten.reshape.default, torch.ops.aten.slice.Tensor)
+
+
+def chunk_cat(parts: Sequence[torch.Tensor], table: torch.Tensor) -> None:
+    """Copy contiguous tensors of equal dtype and as many rows as a table into its columns, and cast them."""
+    torch._chunk_cat(list(parts), 0, table.shape[0], out=table)
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each tensor into its target of the same shape, and cast it."""
+    torch._foreach_copy_(list(targets), list(sources))
 
 
 def rename(node: fx.Node, name: str) -> None:
@@ -325,6 +338,16 @@ def is_wait_kernel(snode: Any) -> bool:
 def is_opaque_kernel(snode: Any) -> bool:
     """Whether a scheduler node calls a library or a template rather than code generated for light operators."""
     return bool(snode.is_extern() or snode.is_template())
+
+
+def called_operator(snode: Any) -> Any:
+    """The operator that a scheduler node calls, or takes one result of; None for one with code of its own."""
+    from torch._inductor import ir
+
+    node = snode.node
+    if isinstance(node, ir.MultiOutput):
+        node = node.inputs[0]
+    return getattr(node, "op_overload", None)
 
 
 def is_reduction_kernel(snode: Any) -> bool:

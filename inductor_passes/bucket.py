@@ -4,16 +4,15 @@ It owns the rewriting and the emission order. It must not know how a plan was fo
 
 A bucket of several members becomes, for W ranks and members whose per-rank parts have n0, n1, ... elements in sum n::
 
-    gather    x0 (n0), x1 (n1)      -> cat (n) -> all_gather -> wait (W*n) -> view (W, n)
-                                    -> slice (W, n0) -> reshape to x0's gathered shape, ...
-    reduce    g0 (W*n0), g1 (W*n1)  -> view (W, n0), ... -> cat (W, n) on dim 1 -> reduce_scatter -> wait (1, n)
-                                    -> slice (1, n0) -> reshape to g0's shard shape, ...
-    all       g0 (n0), g1 (n1)      -> cat (n) -> all_reduce -> wait (n) -> slice (n0) -> reshape, ...
+    gather    x0 (n0), x1 (n1)      -> pack (1, n) -> all_gather -> wait (W, n) -> unpack (W, n0), (W, n1), ...
+                                    -> reshape to x0's gathered shape, ...
+    reduce    g0 (W*n0), g1 (W*n1)  -> pack (W, n) -> reduce_scatter -> wait (1, n) -> slice (1, n0), ...
+                                    -> reshape to g0's shard shape, ...
+    all       g0 (n0), g1 (n1)      -> pack (1, n) -> all_reduce -> wait (1, n) -> slice (1, n0) -> reshape, ...
 
 Every element travels between the same ranks, in the same dtype, and is reduced over the same ranks as before: values
-are bitwise those of single collectives. No constant depends on the rank. `cat` fuses with the casts that feed it,
-without a staging copy: on GPUs into one kernel for up to eight members (torch._inductor.config's
-`max_pointwise_cat_inputs`), above that into a kernel for each, which writes into its part of what is sent.
+are bitwise those of single collectives. No constant depends on the rank. `pack` reads what a member was before it was
+cast and laid out for sending, so that nothing is staged.
 
 Members keep the order of the graph, not that in which the parameters were registered. The graph does not tell the
 latter, and does not need to: the program is the same on every rank, so each finds the same order, and where in a
@@ -23,11 +22,12 @@ message a value travels changes no bit of it.
 from __future__ import annotations
 
 import itertools
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inductor_passes import _compat
+from inductor_passes import _compat, bucket_ops
 from inductor_passes import graph as fxg
 from inductor_passes.emission import Emission
 from inductor_passes.plan import ISSUE, Role
@@ -77,11 +77,11 @@ def apply_plan(graph: fx.Graph, program: Program, plan: Plan) -> list[fx.Node]:
         if len(starts) == 1:
             halves.append((starts[0], waits))
             continue
-        start, unpacking = merger.merge(starts, waits)
+        start, unpacking, skipped = merger.merge(starts, waits)
         start.meta[BUCKET_KEY] = tuple(name for member in starts for name in members_of(member))
         halves.append((start, unpacking))
         emission.hold([start, *unpacking])
-        unread += [*waits, *starts]
+        unread += [*waits, *starts, *skipped]
     slot = 0
     for event in plan.events:
         for region in program.regions[slot : event.slot]:
@@ -96,9 +96,11 @@ def apply_plan(graph: fx.Graph, program: Program, plan: Plan) -> list[fx.Node]:
                 emission.release_readers(unpacking, lambda node: node.users)
     for region in program.regions[slot:]:
         emission.release(region)
-    rest = set(graph.nodes) - {*unread, graph.output_node()}
-    order = emission.finish(node for node in graph.nodes if node in rest)
-    put_in_order(graph, [*order, *reversed(unread), graph.output_node()])
+    last = {*unread, graph.output_node()}
+    order = emission.finish([node for node in graph.nodes if node not in last])
+    put_in_order(
+        graph, [*(node for node in order if node not in last), *reversed(unread), graph.output_node()]
+    )
     return unread
 
 
@@ -154,37 +156,85 @@ class _Merger:
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
 
-    def merge(self, starts: Sequence[fx.Node], waits: Sequence[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
+    def merge(
+        self, starts: Sequence[fx.Node], waits: Sequence[fx.Node]
+    ) -> tuple[fx.Node, list[fx.Node], list[fx.Node]]:
         """Merge collectives of one key. Readers of the old waits read the parts of the new one.
 
         Returns:
-            The new start, and the new wait followed by the nodes that unpack it.
+            The new start, the new wait followed by the nodes that unpack it, and what prepared members for sending and
+            is not needed any more, readers first.
         """
         first, kind = starts[0], fxg.get_kind(starts[0])
-        ranks = fxg.world_of(first)
-        inputs = [fxg.input_of(start) for start in starts]
-        gathers, scatters = kind == fxg.ALL_GATHER, kind == fxg.REDUCE_SCATTER
+        ranks, gathers = fxg.world_of(first), kind == fxg.ALL_GATHER
+        rows = ranks if kind == fxg.REDUCE_SCATTER else 1
+        sent = [fxg.input_of(start) for start in starts]
+        parts, skipped = [], []
+        for node in sent:
+            part, between = _source_of(node, rows)
+            parts.append(part)
+            skipped += between
+        values = [fxg.value_of(wait) for wait in waits]
+        columns = [value.numel() // (ranks if gathers else 1) for value in values]
         with self._graph.inserting_before(self._graph.output_node()):
-            flat = (ranks, -1) if scatters else (-1,)
-            rows = [self._call(first, aten.reshape.default, x, flat) for x in inputs]
-            packed = self._call(first, aten.cat.default, rows, 1 if scatters else 0)
-            arguments = [packed if argument is inputs[0] else argument for argument in first.args]
+            packed = self._call(first, bucket_ops.pack, parts, rows, fxg.value_of(sent[0]).dtype)
+            arguments = [packed if argument is sent[0] else argument for argument in first.args]
             start = self._call(first, first.target, *arguments, **first.kwargs)
             wait = self._call(first, torch.ops._c10d_functional.wait_tensor.default, start)
-            table = self._call(first, aten.reshape.default, wait, (ranks if gathers else 1, -1))
-            unpacking = [wait, table]
-            end = 0
-            for member, old in zip(starts, waits, strict=True):
-                value = fxg.value_of(old)
-                begin, end = end, end + value.numel() // (ranks if gathers else 1)
-                part = self._call(member, aten.slice.Tensor, table, 1, begin, end)
-                result = self._call(member, aten.reshape.default, part, tuple(value.shape))
+            unpacking = [wait]
+            if gathers:
+                unpacking.append(self._call(first, bucket_ops.unpack, wait, columns))
+            for number, (member, old, end) in enumerate(
+                zip(starts, waits, itertools.accumulate(columns), strict=True)
+            ):
+                if gathers:
+                    part = self._call(member, operator.getitem, unpacking[1], number)
+                else:
+                    part = self._call(member, aten.slice.Tensor, wait, 1, end - columns[number], end)
+                result = self._call(member, aten.reshape.default, part, tuple(values[number].shape))
                 unpacking += [part, result]
                 old.replace_all_uses_with(result)
-        return start, unpacking
+        return start, unpacking, skipped
 
     def _call(self, origin: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self._graph.call_function(target, args, kwargs)
         node.meta.update({key: origin.meta[key] for key in _INHERITED_META if key in origin.meta})
         node.meta["val"] = _compat.fake_result(node)
         return node
+
+
+_PREPARATIONS = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+    aten.clone.default,
+)
+_CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+
+
+def _source_of(sent: fx.Node, rows: int) -> tuple[fx.Node, list[fx.Node]]:
+    """What a collective sends, before it was cast and laid out for that.
+
+    Args:
+        sent: the input of a collective.
+        rows: how many parts it is cut into along its first dimension.
+
+    Returns:
+        A node with the same elements in the same order, whose first dimension `rows` divides too; at most one cast lies
+        between the two. And all that nothing else reads, from `sent` on.
+    """
+    best, between = sent, []
+    node, passed, cast = sent, [], False
+    while len(node.users) == 1 and (node.target in _PREPARATIONS or (_is_cast(node) and not cast)):
+        passed.append(node)
+        cast = cast or _is_cast(node)
+        (node,) = node.all_input_nodes
+        shape = fxg.value_of(node).shape
+        if rows == 1 or (shape and shape[0] % rows == 0):
+            best, between = node, passed[:]
+    return best, between
+
+
+def _is_cast(node: fx.Node) -> bool:
+    return node.target in _CASTS and node.kwargs.keys() <= {"dtype"}

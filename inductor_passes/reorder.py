@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from inductor_passes import _compat, work
+from inductor_passes import _compat, bucket_ops, work
 from inductor_passes import graph as fxg
 from inductor_passes.emission import Emission
 from inductor_passes.inorder import plan_in_order, plan_of
@@ -248,9 +248,12 @@ def permutation(schedule: Schedule, plan: Plan) -> list[Any]:
         if event.action == ISSUE:
             emission.release([schedule.starts[number]])
         else:
-            emission.release([schedule.waits[number]])
+            wait = schedule.waits[number]
+            emission.release([wait])
             if schedule.problem.collectives[number].role is Role.REDUCE:
-                emission.release_readers([schedule.waits[number]], users)
+                emission.release_readers([wait], users)
+            else:  # the results of an operator come in a list, and live as long as one of them is still in it
+                emission.release_readers([wait], lambda snode: filter(_copies_for_bucket, users[snode]))
     emission.release(schedule.anchored[slot:])
     return emission.finish(schedule.snodes)
 
@@ -345,11 +348,15 @@ def _find_floating(
 
 def _is_light(snode: Any) -> bool:
     """Whether a kernel does nothing but compute each element of its result by itself."""
-    return not (
+    return _copies_for_bucket(snode) or not (
         _compat.is_collective_kernel(snode)
         or _compat.is_opaque_kernel(snode)
         or _compat.is_reduction_kernel(snode)
     )
+
+
+def _copies_for_bucket(snode: Any) -> bool:
+    return _compat.called_operator(snode) in (bucket_ops.pack, bucket_ops.unpack)
 
 
 def _durations(snodes: Sequence[Any], cost: CostModel) -> list[int]:

@@ -40,7 +40,9 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "train": Command("simplefsdp.llama.train", "train a sharded, compiled Llama"),
         "plan": Command(
-            "simplefsdp.planner.command", "predict speed and memory on hardware that is not there", answers=True
+            "simplefsdp.planner.command",
+            "predict speed and memory on hardware that is not there",
+            answers=True,
         ),
         "explain": Command(
             "simplefsdp.explainer.command",

@@ -55,7 +55,7 @@ STACKS = {
         planners/segment planners/bound planners/place planners/simple planners/exact planners/moves
         planners/search planners/hedge planners/auto
         planners/explain planners/tasks planners/hold planners/motion planners/__init__
-        windows work report verify emission program reshard bucket motion motion_kernels
+        windows work report verify emission program reshard bucket_ops bucket motion motion_kernels
         inorder reorder readback
         setups graph_plan hooks install debug __init__
     """,

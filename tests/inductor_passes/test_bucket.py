@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from inductor_passes import PassConfig, hooks
+from inductor_passes import PassConfig, bucket_ops, hooks
 from inductor_passes.costs.profiles import load_profile
-from inductor_passes.graph import find_kind, find_wait, is_barrier, is_wait, starts
+from inductor_passes.graph import find_kind, find_wait, is_barrier, is_wait, starts, tensors_of
 from inductor_passes.hooks import PostGradHook, bucket_pass
 from inductor_passes.report import members_of
 from inductor_passes.setups import Setup
@@ -157,17 +157,64 @@ def test_two_reads_of_one_gather_are_one_value(names):
 
 
 def test_layout_of_a_gather_bucket(names):
-    """One `cat` of flat shards, one all-gather, and slices; no copy in between, no constant of one rank."""
+    """One row is sent, one row comes from each rank, every member is some columns; no constant of one rank."""
     module = two_gathers(names)
+    shards = [node for node in module.graph.nodes if node.op == "placeholder"][1:]
     bucketed(module)
     (start,) = starts(module.graph)
     packed = start.args[0]
-    assert packed.target is aten.cat.default
-    assert [tuple(part.meta["val"].shape) for part in packed.args[0]] == [(16,), (24,)]
-    table = next(iter(find_wait(start).users))
-    assert tuple(table.meta["val"].shape) == (RANKS, 40)
-    slices = [node for node in module.graph.nodes if node.target is aten.slice.Tensor]
-    assert [node.args[1:] for node in slices] == [(1, 0, 16), (1, 16, 40)]
+    assert packed.target is bucket_ops.pack
+    assert packed.args == (shards, 1, torch.float32)
+    assert tuple(packed.meta["val"].shape) == (1, 40)
+    wait = find_wait(start)
+    assert tuple(wait.meta["val"].shape) == (RANKS, 40)
+    (unpack,) = wait.users
+    assert unpack.target is bucket_ops.unpack
+    assert unpack.args == (wait, [16, 24])
+
+
+def test_layout_of_a_reduction_bucket(names):
+    """A row for each rank is sent, one row comes back, and results are places in it: nothing is copied out."""
+    build = Builder()
+    grads = [build.input((RANKS * 2, 8)), build.input((RANKS * 3, 8))]
+    module = build.finish(
+        *(build.reduce_scatter(grad, names[0], f"layers.0.{i}") for i, grad in enumerate(grads))
+    )
+    bucketed(module)
+    (start,) = starts(module.graph)
+    assert start.args[0].target is bucket_ops.pack
+    assert start.args[0].args == (grads, RANKS, torch.float32)
+    wait = find_wait(start)
+    assert tuple(wait.meta["val"].shape) == (1, 40)
+    assert [node.target for node in wait.users] == [aten.slice.Tensor] * 2
+    assert [node.args[1:] for node in wait.users] == [(1, 0, 16), (1, 16, 40)]
+
+
+@pytest.mark.parametrize("kind", ["gather", "reduction"])
+def test_buckets_are_packed_from_what_was_to_be_cast_and_laid_out(names, kind):
+    """Casts, clones and views that only prepare a member are left to the copy; a second cast, or one read elsewhere, is
+    not."""
+    build = Builder()
+    convert = torch.ops.prims.convert_element_type.default
+    x, y, z = (build.input((4 * RANKS, 6), torch.float64) for _ in range(3))
+    permuted = build.call(aten.permute.default, build.call(aten.view.default, x, [4, RANKS, 6]), [1, 0, 2])
+    cast = build.call(convert, permuted, torch.float32)
+    cloned = build.call(aten.clone.default, cast, memory_format=torch.contiguous_format)
+    sent = [build.call(aten.view.default, cloned, [4 * RANKS, 6])]
+    once = build.call(convert, y, torch.bfloat16)
+    sent.append(build.call(convert, once, torch.float32))
+    sent.append(build.call(convert, z, torch.float32))
+    collective = build.gather if kind == "gather" else build.reduce_scatter
+    results = [collective(node, names[0], f"layers.0.{i}") for i, node in enumerate(sent)]
+    module = build.finish(
+        *(build.call(aten.mul.Tensor, item, 2.0) for item in results), build.call(aten.neg.default, sent[2])
+    )
+    expected = run(module)
+    bucketed(module)
+    (start,) = starts(module.graph)
+    assert start.args[0].args[0] == [permuted, once, sent[2]]
+    assert all(map(torch.equal, run(module), expected))
+    assert cloned not in module.graph.nodes
 
 
 def test_values_of_new_nodes_are_those_of_the_fake_mode(names):
@@ -187,10 +234,14 @@ def test_values_of_new_nodes_are_those_of_the_fake_mode(names):
     found = {node.name for node in module.graph.nodes}
     bucketed(module)
     added = [node for node in module.graph.nodes if node.name not in found]
-    assert {node.target for node in added} >= {aten.reshape.default, aten.slice.Tensor, aten.cat.default}
+    assert {node.target for node in added} >= {
+        *(bucket_ops.pack, bucket_ops.unpack),
+        *(aten.reshape.default, aten.slice.Tensor),
+    }
 
-    def layout(value, source):
-        shared = value.untyped_storage()._cdata == source.untyped_storage()._cdata
+    def layout(value, sources):
+        storage = value.untyped_storage()._cdata
+        shared = [storage == source.untyped_storage()._cdata for source in sources]
         strides = [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1]
         return value.shape, strides, value.storage_offset(), value.dtype, value.device, shared
 
@@ -198,9 +249,11 @@ def test_values_of_new_nodes_are_those_of_the_fake_mode(names):
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
         with mode:
             expected = node.target(*args, **kwargs)
-        source = node.all_input_nodes[0].meta["val"]
-        assert node.meta["val"].fake_mode is mode
-        assert layout(node.meta["val"], source) == layout(expected, source), node.format_node()
+        sources = [value for source in node.all_input_nodes for value in tensors_of(source)]
+        wanted = expected if isinstance(expected, list) else [expected]
+        for value, want in zip(tensors_of(node), wanted, strict=True):
+            assert value.fake_mode is mode
+            assert layout(value, sources) == layout(want, sources), node.format_node()
 
 
 def test_effort_grows_with_the_graph_and_no_faster(names):

@@ -24,6 +24,8 @@ pytestmark = [
 ]
 
 BLOCKS = 4
+RANKS = 64
+PARAMETERS = 9  # of a block
 PRODUCTS = 7  # matrix products of a block's forward; its backward has two for each
 LATE_PRODUCTS = 5
 EVENT = re.compile(
@@ -75,7 +77,7 @@ def read(code: str) -> tuple[list[Collective], int, int]:
             item = found[event["wait"]]
             item.wait, item.wait_line = products, number
             continue
-        if re.search(r"extern_kernels\.|\.run\(|cpp_fused\w+\(|torch\.ops\.aten\.", line):
+        if re.search(r"extern_kernels\.|\.run\(|cpp_fused\w+\(|torch\.ops\.(?:aten|simplefsdp)\.", line):
             for name in re.findall(r"\bbuf\d+\b", line):
                 item = found.get(name)
                 if item is not None and item.wait >= 0 and item.read < 0:
@@ -88,7 +90,7 @@ def read(code: str) -> tuple[list[Collective], int, int]:
 
 @pytest.fixture(scope="module")
 def codes():
-    with world(64):
+    with world(RANKS):
         torch.manual_seed(0)
         model = simple_fsdp(Blocks(), mp_policy=BF16)
         config = PassConfig(planner="block", blocks=("layers.*",), profile="h100_sxm", memory_budget_gb=None)
@@ -143,22 +145,43 @@ def test_backward_starts_reductions_when_the_gradient_exists_and_awaits_them_at_
 
 @pytest.mark.parametrize("graph", ["forward", "backward"])
 def test_gpu_code_packs_into_the_buffer_that_is_sent(codes, graph):
-    """Casts write where the collective reads: nothing is staged, nothing is copied again."""
+    """One call casts and copies all members to where the collective reads: nothing is staged or copied again."""
     code = codes["cuda"][graph]
     lines = code[code.index("def call(") :].splitlines()
     starts = [
         line
         for line in lines
-        if re.search(r"_c10d_functional\.(?:all_gather|reduce_scatter)\w*\.default\(", line)
+        if re.search(r" = .*_c10d_functional\.(?:all_gather|reduce_scatter)\w*\.default\(", line)
     ]
-    starts = [line for line in starts if " = " in line]
     assert len(starts) == (BLOCKS if graph == "forward" else 2 * BLOCKS)
+    packs = [line for line in lines if "simplefsdp.pack.default([" in line]
+    assert len(packs) == len(starts)
     for start in starts:
         sent = re.findall(r"\bbuf\d+\b", start)[1]
-        parts = {line.split(" = ")[0].strip() for line in lines if f"= reinterpret_tensor({sent}, " in line}
-        names = "|".join({sent, *parts})
-        writers = [line for line in lines if re.search(rf"\.run\([^=]*\b(?:{names})\b", line)]
-        writers = writers[: len(parts) or 1]
-        assert writers
-        assert all("to_copy" in line for line in writers), writers
+        (packed,) = (match[1] for line in lines if (match := re.match(rf"\s*{sent} = (buf\d+)$", line)))
+        (pack,) = (line for line in packs if line.strip().startswith(f"{packed} = "))
+        if "all_gather" in start:  # straight from the shards
+            assert re.search(
+                rf"\[(?:primals_\d+, ){{{PARAMETERS - 1}}}primals_\d+\], 1, torch\.bfloat16\)", pack
+            )
+        else:  # straight from matrix products
+            assert pack.endswith(f", {RANKS}, torch.float32)")
+            parts = re.findall(r"\bbuf\d+\b", pack)[1:]
+            products = [part for part in parts if any(f"out={part})" in line for line in lines)]
+            assert (len(parts), len(products)) == (PARAMETERS, PRODUCTS)
     assert not any("copy_(" in line for line in lines)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("graph", ["forward", "backward"])
+def test_gathered_parameters_are_freed_one_by_one(codes, device, graph):
+    """One call copies all of a bucket, and nothing holds what it returned together."""
+    code = codes[device][graph]
+    lines = [line.strip() for line in code[code.index("def call(") :].splitlines()]
+    found = [number for number, line in enumerate(lines) if "simplefsdp.unpack.default(buf" in line]
+    assert len(found) == BLOCKS
+    for number in found:
+        name = lines[number].split(" = ")[0]
+        end = lines.index(f"del {name}")
+        assert sum(f"= {name}[" in line for line in lines[number:end]) == PARAMETERS
+        assert not any(EVENT.search(line) or ".run(" in line for line in lines[number + 1 : end])
