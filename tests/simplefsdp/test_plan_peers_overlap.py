@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks import stock
 from inductor_passes.costs.collective import CollectiveModel
 from inductor_passes.costs.profiles import load_profile
 from inductor_passes.costs.topology import topology_of
@@ -17,6 +18,7 @@ from inductor_passes.plan import LowerBound, Role
 from inductor_passes.planners import plan_collectives
 from inductor_passes.planners.check import check_plan
 from inductor_passes.planners.schedule import make_plan
+from simplefsdp.explainer.facts import Region
 from simplefsdp.planner.extend import TRACED_LAYERS, extend
 from simplefsdp.planner.peers import (
     STOCK_OVERLAP,
@@ -146,11 +148,85 @@ def test_rules_do_what_the_pass_does_with_replicated_parameters():
 
 
 def test_rules_nearly_do_what_the_pass_does_between_replicas():
-    """The pass forgets some of the order after a bucket that it tried and refused, and then merges all-reduces that
-    hide behind different things; the rules do not forget."""
+    """As above: exactly with the limits that the pass has, nearly with a thousandth of them."""
     trials = [trial for trial in run_trials(4, count=10) if trial.kind == "backward"]
-    assert share_alike(trials) >= 0.95
-    assert sum(trial.rules == trial.real for trial in trials) >= len(trials) // 2
+    for trial in trials:
+        if trial.in_flight == LIMITS.in_flight_bytes:
+            assert trial.rules == trial.real
+    assert share_alike(trials) >= 0.97
+    assert sum(trial.rules == trial.real for trial in trials) >= 8
+
+
+def test_reductions_that_stay_exposed_are_merged_after_a_refused_trial():
+    """Where compute hides a part of each bucket only, the pass merges reductions that lie one behind the other, because
+    it has forgotten that the one's gradient is made behind the other's start."""
+    cap, alpha = 6000, 100
+    merged = []
+
+    def compare(traced):
+        if traced.facts.kind == "forward":
+            return
+        choose = random.Random(3)
+        choose.products = [bool(region.flops) for region in traced.facts.regions]
+        for product in (300, 600):
+            problem = with_times(traced.facts.problem, alpha, product, choose)
+            real = passes().schedule_overlap(
+                traced,
+                problem,
+                lambda kind, size: float(alpha + RATE * size),
+                pre_bucketing_fsdp_collectives_bucket_cap_mb=cap / 2**20,
+            )
+            facts = dataclasses.replace(traced.facts, problem=problem)
+            planned = plan_stock_overlap(facts, cap)
+            check_plan(problem, planned.plan)
+            assert set(traced.planned(planned)) == set(real)
+            items = problem.collectives
+            merged.extend(
+                travel
+                for travel in real
+                if items[travel.members[0]].role is Role.REDUCE
+                and sum(items[number].size_bytes for number in travel.members) > cap
+            )
+
+    look(RANKS, compare, build=lambda: SILU_TOWER(6))
+    assert merged
+
+
+def test_a_cpu_is_seen_as_the_pass_estimates_it(monkeypatch):
+    """In benchmarks a profile takes the place of Triton's device numbers: products last as long as the pass's own
+    estimate says then, and attention is no product."""
+    from torch._inductor.fx_passes.overlap_scheduling import is_compute_node
+    from torch.utils import _runtime_estimation
+
+    for name in ("get_gpu_dram_gbps", "get_device_tflops"):
+        monkeypatch.setattr(_runtime_estimation, name, None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    profile = load_profile("cpu_gloo")
+    stock.give_device_numbers(profile)
+    forward = report_of(TRACED_LAYERS).graphs[0]
+    product = next(at for at, region in enumerate(forward.regions) if region.flops)
+    light_ns, flops = 1000, 10**9
+    alone_ns = round(flops / profile.value("peak_flops.float32") * 10**9)
+    names = {product: "layers.0.q mm", product + 1: "layers.0 attention", product + 2: "layers.0 mul"}
+    regions = [
+        Region(names[at], "layers.0", flops if at < product + 2 else 0) if at in names else region
+        for at, region in enumerate(forward.regions)
+    ]
+    times = [light_ns + (alone_ns if region.flops == flops else 0) for region in regions]
+    problem = dataclasses.replace(forward.problem, region_ns=tuple(times))
+    seen = stock.as_seen(dataclasses.replace(forward, regions=tuple(regions), problem=problem), profile)
+    expected_ns = _runtime_estimation.flops_to_ns(flops, torch.float32)
+    assert seen.problem.region_ns[product] == pytest.approx(light_ns + expected_ns, abs=2)
+    assert seen.problem.region_ns[product + 1 : product + 3] == (light_ns, light_ns)
+    assert [bool(seen.regions[at].flops) for at in names] == [True, False, False]
+    graph = torch.fx.Graph()
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    for operator in (
+        attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    ):
+        assert not is_compute_node(graph.call_function(operator))
+    assert is_compute_node(graph.call_function(torch.ops.aten.mm.default))
 
 
 class Block(nn.Module):
