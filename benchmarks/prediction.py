@@ -18,7 +18,6 @@ import itertools
 from typing import TYPE_CHECKING
 
 import simplefsdp
-from benchmarks import stock
 from benchmarks.contestants import BLOCKS, Contestant
 from benchmarks.names import (
     DDP,
@@ -30,7 +29,6 @@ from benchmarks.names import (
     STOCK_OVERLAP,
 )
 from inductor_passes import PassConfig
-from inductor_passes.costs.profiles import load_profile
 from inductor_passes.inorder import plan_in_order
 from inductor_passes.plan import ISSUE, WAIT, Event
 from inductor_passes.planners import plan_collectives
@@ -154,7 +152,9 @@ class Schedules:
             EAGER: lambda: _blocking(self._eager),
             NO_PASSES: lambda: self.traced,
             STOCK_BLOCKS: lambda: _pair(map(plan_stock_manual, self.traced)),
-            STOCK_OVERLAP: self._stock_overlap,
+            STOCK_OVERLAP: lambda: _pair(
+                plan_stock_overlap(facts, self._workload.block_bytes) for facts in self.traced
+            ),
         }
         if contestant.name not in rules:
             raise NotModelledError(contestant.name)
@@ -178,12 +178,6 @@ class Schedules:
     def _ddp(self) -> Pair:
         report = self._explain(sharding_factor=1)
         return plan_ddp(*_pair(report.eager), DDP)
-
-    def _stock_overlap(self) -> Pair:
-        profile, cap_bytes = load_profile(self._profile), self._workload.block_bytes
-        return _pair(
-            plan_stock_overlap(facts, cap_bytes, seen=stock.as_seen(facts, profile)) for facts in self.traced
-        )
 
     def _compiled_blocks(self) -> Pair:
         return _pair(map(compile_blocks, self._eager, self.traced))

@@ -9,8 +9,6 @@ here, and so do the times of collectives, which the passes otherwise take from a
 `bucket_all_gathers_fx="all"` one kernel copies all parameters of the model: TorchInductor compares every pair of copies
 when it fuses, and generates and compiles one C++ function of as many arguments, which takes minutes for four layers.
 The passes here put at most a block into a bucket.
-
-What the passes then believe of a CPU is in `as_seen`: matrix products faster than they are, and attention for nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from inductor_passes._compat import CustomGraphPass
+from inductor_passes._compat import CustomGraphPass, find_flop_formula
 from inductor_passes.costs.collective import CollectiveModel
 from inductor_passes.costs.profiles import HardwareProfile
 from inductor_passes.costs.topology import topology_of
-from simplefsdp.explainer.facts import GraphFacts, Region
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,8 +37,12 @@ _KEEP_ORDER = {
 """Without these TorchInductor undoes the order that its overlap passes have made; torchtitan sets them, too."""
 _NS_PER_MS = 1e6
 _ROOFLINE_SPEED = 0.75 * 2
-"""Floating-point operations that the passes expect in the time of one at the rate they are told: they count a product
-and a sum as one, at three quarters of the rate (`torch.utils._runtime_estimation.flops_to_ns`, torch 2.13)."""
+"""How much faster the estimates take products to be than the rate they are told: they count a product and a sum as one
+operation, at three quarters of the rate (`torch.utils._runtime_estimation.flops_to_ns`, torch 2.13)."""
+CPU_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
 _COLLECTIVES: dict[object, str] = {
     torch.ops._c10d_functional.all_gather_into_tensor: "all_gather",
     torch.ops._c10d_functional.all_gather_into_tensor_out: "all_gather",  # of buckets
@@ -98,50 +99,30 @@ def per_block_bucketing(blocks: Sequence[str]) -> dict[str, Any]:
 
 
 def give_device_numbers(profile: HardwareProfile) -> None:
-    """Without a GPU: let the roofline estimates of this process use a profile, where they would import Triton."""
+    """Without a GPU: let the roofline estimates of this process use a profile, where they would import Triton.
+
+    They then expect matrix products and attention to last as long as the profile says, so that the passes see the same
+    machine as ours do. torch has no formula for attention on CPUs: it would take no time and hide nothing.
+    """
     if torch.cuda.is_available():
         return
     import torch.utils._runtime_estimation as estimation
+    from torch.utils.flop_counter import flop_registry
 
     bytes_per_ns = profile.value("memory_bandwidth") * profile.value("memory_efficiency") / 1000 / 10**9
 
     def tera_flops(dtype: torch.dtype) -> float:
-        return _flops_per_s(profile, dtype) / 10**12
+        name = str(dtype).removeprefix("torch.")
+        name = name if name in profile.dtypes() else "float32"
+        rate = profile.value(f"peak_flops.{name}") * profile.value(f"matmul_efficiency.{name}") / 1000
+        return rate / 10**12 / _ROOFLINE_SPEED
 
     estimation.get_gpu_dram_gbps = lambda: bytes_per_ns  # type: ignore[assignment]
     estimation.get_device_tflops = tera_flops  # type: ignore[assignment]
-
-
-def as_seen(facts: GraphFacts, profile: HardwareProfile, dtype: torch.dtype = torch.float32) -> GraphFacts:
-    """A graph as the passes take it on a CPU, with the options here.
-
-    Their roofline estimates make products shorter than the profile says, and do not know attention of CPUs, which so
-    takes no time and hides nothing.
-
-    Args:
-        facts: the graph with the times of a profile.
-        profile: what `give_device_numbers` was given.
-        dtype: of matrix products.
-    """
-    regions, times = [], []
-    for region, time_ns in zip(facts.regions, facts.problem.region_ns, strict=True):
-        product_ns = min(time_ns, round(region.flops / _flops_per_s(profile, dtype) * 10**9))
-        is_attention = _is_attention(region)
-        regions.append(dataclasses.replace(region, flops=0) if is_attention else region)
-        expected_ns = 0 if is_attention else round(product_ns / _ROOFLINE_SPEED)
-        times.append(time_ns - product_ns + expected_ns)
-    problem = dataclasses.replace(facts.problem, region_ns=tuple(times))
-    return dataclasses.replace(facts, regions=tuple(regions), problem=problem)
-
-
-def _is_attention(region: Region) -> bool:
-    return region.name.rpartition(" ")[2].startswith("attention")
-
-
-def _flops_per_s(profile: HardwareProfile, dtype: torch.dtype) -> float:
-    name = str(dtype).removeprefix("torch.")
-    name = name if name in profile.dtypes() else "float32"
-    return profile.value(f"peak_flops.{name}") * profile.value(f"matmul_efficiency.{name}") / 1000
+    for packet in CPU_ATTENTION:
+        formula = find_flop_formula(packet)
+        assert formula is not None
+        flop_registry[packet] = formula
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,17 +8,19 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import stock
+from inductor_passes import work
 from inductor_passes.costs.collective import CollectiveModel
+from inductor_passes.costs.model import ProfileCostModel
 from inductor_passes.costs.profiles import load_profile
 from inductor_passes.costs.topology import topology_of
 from inductor_passes.plan import LowerBound, Role
 from inductor_passes.planners import plan_collectives
 from inductor_passes.planners.check import check_plan
 from inductor_passes.planners.schedule import make_plan
-from simplefsdp.explainer.facts import Region
 from simplefsdp.planner.extend import TRACED_LAYERS, extend
 from simplefsdp.planner.peers import (
     STOCK_OVERLAP,
@@ -192,41 +194,35 @@ def test_reductions_that_stay_exposed_are_merged_after_a_refused_trial():
     assert merged
 
 
-def test_a_cpu_is_seen_as_the_pass_estimates_it(monkeypatch):
-    """In benchmarks a profile takes the place of Triton's device numbers: products last as long as the pass's own
-    estimate says then, and attention is no product."""
-    from torch._inductor.fx_passes.overlap_scheduling import is_compute_node
+@pytest.mark.parametrize("operator", ["product", "attention"])
+def test_the_pass_expects_of_a_cpu_what_our_passes_do(monkeypatch, operator):
+    """In benchmarks a profile takes the place of Triton's device numbers, and of the formulas torch does not have."""
+    from torch._inductor.fx_passes.overlap_scheduling import estimate_roofline_runtime_ms, is_compute_node
     from torch.utils import _runtime_estimation
+    from torch.utils.flop_counter import flop_registry
 
     for name in ("get_gpu_dram_gbps", "get_device_tflops"):
         monkeypatch.setattr(_runtime_estimation, name, None)
+    for packet in stock.CPU_ATTENTION:
+        monkeypatch.setitem(flop_registry, packet, None)  # undone with the test
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     profile = load_profile("cpu_gloo")
     stock.give_device_numbers(profile)
-    forward = report_of(TRACED_LAYERS).graphs[0]
-    product = next(at for at, region in enumerate(forward.regions) if region.flops)
-    light_ns, flops = 1000, 10**9
-    alone_ns = round(flops / profile.value("peak_flops.float32") * 10**9)
-    names = {product: "layers.0.q mm", product + 1: "layers.0 attention", product + 2: "layers.0 mul"}
-    regions = [
-        Region(names[at], "layers.0", flops if at < product + 2 else 0) if at in names else region
-        for at, region in enumerate(forward.regions)
-    ]
-    times = [light_ns + (alone_ns if region.flops == flops else 0) for region in regions]
-    problem = dataclasses.replace(forward.problem, region_ns=tuple(times))
-    seen = stock.as_seen(dataclasses.replace(forward, regions=tuple(regions), problem=problem), profile)
-    expected_ns = _runtime_estimation.flops_to_ns(flops, torch.float32)
-    assert seen.problem.region_ns[product] == pytest.approx(light_ns + expected_ns, abs=2)
-    assert seen.problem.region_ns[product + 1 : product + 3] == (light_ns, light_ns)
-    assert [bool(seen.regions[at].flops) for at in names] == [True, False, False]
     graph = torch.fx.Graph()
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    for operator in (
-        attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    ):
-        assert not is_compute_node(graph.call_function(operator))
-    assert is_compute_node(graph.call_function(torch.ops.aten.mm.default))
+    with FakeTensorMode():
+        if operator == "product":
+            target, shapes = torch.ops.aten.mm.default, [(512, 512)] * 2
+        else:
+            target, shapes = stock.CPU_ATTENTION[0].default, [(2, 8, 512, 64)] * 3
+        values = [torch.empty(shape) for shape in shapes]
+        inputs = [graph.placeholder(f"x{number}") for number in range(len(shapes))]
+        for node, value in zip(inputs, values, strict=True):
+            node.meta["val"] = value
+        called = graph.call_function(target, tuple(inputs))
+        called.meta["val"] = target(*values)
+    ours_ns = work.time_ns([called], 1, ProfileCostModel(profile))
+    assert is_compute_node(called)
+    assert estimate_roofline_runtime_ms(called) * 1e6 == pytest.approx(ours_ns, rel=0.02)
 
 
 class Block(nn.Module):

@@ -13,10 +13,10 @@ facts in, facts with a plan out.
 3. What has so found its place is merged where every collective stays hidden behind the compute that hides it, as far
    as the pass remembers the order of things.
 
-Taken from the simulator, where the passes have models of their own: the times, unless a caller knows what the passes
-believe of them. What the passes see and the facts do not have: single operators. Here a region is what hides, all of it
-or nothing; regions depend on those before; light operators are not moved between regions, nor are copies into buckets;
-and the distance of two starts in the graph is an estimate (`stock_merge`).
+Taken from the simulator, where the passes have models of their own: the times. What the passes see and the facts do not
+have: single operators. Here a region is what hides, all of it or nothing; regions depend on those before; light
+operators are not moved between regions, nor are copies into buckets; and the distance of two starts in the graph is an
+estimate (`stock_merge`).
 """
 
 from __future__ import annotations
@@ -99,21 +99,16 @@ def ranks_of_shards(*graphs: GraphFacts) -> int | None:
     return None
 
 
-def plan_stock_overlap(
-    facts: GraphFacts, cap_bytes: int | None, limits: Limits = LIMITS, *, seen: GraphFacts | None = None
-) -> GraphFacts:
+def plan_stock_overlap(facts: GraphFacts, cap_bytes: int | None, limits: Limits = LIMITS) -> GraphFacts:
     """The schedule of the module docstring.
 
     Args:
         facts: a compiled graph.
         cap_bytes: `bucket_cap`; None makes no buckets before scheduling, as where no parameter is gathered.
         limits: of the passes.
-        seen: the same graph with the times and products that the passes take it to have, where they are wrong; None
-            where they are right.
     """
-    seen = seen or facts
-    items = _items(seen, _buckets_before(seen, cap_bytes))
-    merged = merge(seen, items, place(seen, items, limits))
+    items = _items(facts, _buckets_before(facts, cap_bytes))
+    merged = merge(facts, items, place(facts, items, limits))
     members = [[number for at in bucket for number in items[at].members] for bucket in merged.buckets]
     events = [(event.slot, event.bucket, event.is_wait) for event in merged.events]
     return dataclasses.replace(facts, plan=plan_of(facts, STOCK_OVERLAP, members, events))
