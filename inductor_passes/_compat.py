@@ -30,8 +30,6 @@ __all__ = [
     "aot_autograd_backend",
     "buffer_lifetimes",
     "called_operator",
-    "chunk_cat",
-    "copy_all",
     "evaluate",
     "fake_result",
     "find_flop_formula",
@@ -46,7 +44,6 @@ __all__ = [
     "hook_value",
     "inductor_config",
     "is_collective_kernel",
-    "is_first_rank",
     "is_opaque_kernel",
     "is_reduction_kernel",
     "is_tangent",
@@ -208,13 +205,6 @@ def evaluate(size: int | torch.SymInt, symbol_value: int) -> int:
     return int(expression.subs(dict.fromkeys(expression.free_symbols, symbol_value)))
 
 
-def is_first_rank() -> bool:
-    """Whether this is rank 0, or the only process."""
-    return not (torch.distributed.is_available() and torch.distributed.is_initialized()) or (
-        torch.distributed.get_rank() == 0
-    )
-
-
 def group_ranks(group: Any) -> tuple[int, ...]:
     """Global ranks of a process group as it stands in a graph, in group order."""
     if isinstance(group, str):
@@ -301,16 +291,6 @@ def fake_result(node: fx.Node) -> Any:
 
 
 _LAYOUT_OPERATORS = (torch.ops.aten.reshape.default, torch.ops.aten.slice.Tensor)
-
-
-def chunk_cat(parts: Sequence[torch.Tensor], table: torch.Tensor) -> None:
-    """Copy contiguous tensors of equal dtype and as many rows as a table into its columns, and cast them."""
-    torch._chunk_cat(list(parts), 0, table.shape[0], out=table)
-
-
-def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each tensor into its target of the same shape, and cast it."""
-    torch._foreach_copy_(list(targets), list(sources))
 
 
 def rename(node: fx.Node, name: str) -> None:

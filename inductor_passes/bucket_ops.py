@@ -17,10 +17,9 @@ from collections.abc import Sequence
 
 import torch
 
-from inductor_passes import _compat
-
 __all__ = ["NAMESPACE", "pack", "unpack"]
 
+aten = torch.ops.aten
 NAMESPACE = "simplefsdp"
 _CHUNK_CAT_DEVICES = ("cuda",)
 """Where torch has one kernel for all parts; on CPU it copies them one by one, and casts at half the speed."""
@@ -45,10 +44,12 @@ def _pack(parts: Sequence[torch.Tensor], rows: int, dtype: torch.dtype) -> torch
     full = [part for part in cut if part.numel()]
     alike = len({part.dtype for part in full}) == 1 and all(part.is_contiguous() for part in full)
     if rows > 1 and alike and table.device.type in _CHUNK_CAT_DEVICES:
-        _compat.chunk_cat([part.flatten(1) for part in full], table)
+        aten._chunk_cat.out([part.flatten(1) for part in full], 0, rows, out=table)
         return table
     columns = table.split([part.numel() // rows for part in parts], 1)
-    _compat.copy_all([column.view(part.shape) for column, part in zip(columns, cut, strict=True)], cut)
+    aten._foreach_copy_.default(
+        [column.view(part.shape) for column, part in zip(columns, cut, strict=True)], cut
+    )
     return table
 
 

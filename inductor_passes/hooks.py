@@ -12,6 +12,8 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch.distributed as dist
+
 from inductor_passes import _compat, work
 from inductor_passes._compat import CustomGraphPass, is_tangent, trace_structured
 from inductor_passes.bucket import apply_plan, is_planned, mark_planned, merge_waits
@@ -260,7 +262,7 @@ class ReorderHook(Hook):
         One rank writes: what the next run plans with must be one thing for all.
         """
         path = setup.config.kernel_costs
-        if path is None or not _compat.is_first_rank() or any(map(work.is_light_key, setup.profile.kernels)):
+        if path is None or not _is_first_rank() or any(map(work.is_light_key, setup.profile.kernels)):
             return
         try:
             add_kernels(path, kernel_times(graph, snodes, ProfileCostModel(setup.profile)))
@@ -275,3 +277,7 @@ def _kind(graph: fx.Graph) -> str:
 def _describe(error: Exception, name: str) -> str:
     log.debug("%s pass failed", name, exc_info=error)
     return f"{type(error).__name__}: {error}"
+
+
+def _is_first_rank() -> bool:
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
