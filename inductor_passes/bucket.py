@@ -222,14 +222,17 @@ def _source_of(sent: fx.Node, rows: int) -> tuple[fx.Node, list[fx.Node]]:
 
     Returns:
         A node with the same elements in the same order, whose first dimension `rows` divides too; at most one cast lies
-        between the two. And all that nothing else reads, from `sent` on.
+        between the two, and nothing overwrites it. And all between, `sent` first, which nothing else reads.
     """
     best, between = sent, []
     node, passed, cast = sent, [], False
     while len(node.users) == 1 and (node.target in _PREPARATIONS or (_is_cast(node) and not cast)):
+        source, *sizes = node.all_input_nodes
+        if sizes or any(map(fxg.is_barrier, source.users)):
+            break
         passed.append(node)
         cast = cast or _is_cast(node)
-        (node,) = node.all_input_nodes
+        node = source
         shape = fxg.value_of(node).shape
         if rows == 1 or (shape and shape[0] % rows == 0):
             best, between = node, passed[:]

@@ -217,6 +217,21 @@ def test_buckets_are_packed_from_what_was_to_be_cast_and_laid_out(names, kind):
     assert cloned not in module.graph.nodes
 
 
+def test_a_copy_that_protects_from_an_overwrite_stays(names):
+    build = Builder()
+    shards = [build.input((2, 8)) for _ in range(2)]
+    sent = [build.call(aten.clone.default, shard, param=f"layers.0.{i}") for i, shard in enumerate(shards)]
+    fulls = [build.gather(node, names[0], f"layers.0.{i}") for i, node in enumerate(sent)]
+    total = build.call(aten.add.Tensor, *fulls)
+    build.call(aten.copy_.default, shards[0], build.call(aten.neg.default, shards[0]))
+    module = build.finish(total)
+    expected = run(module)
+    bucketed(module)
+    (start,) = starts(module.graph)
+    assert start.args[0].args[0] == [sent[0], shards[1]]
+    assert all(map(torch.equal, run(module), expected))
+
+
 def test_values_of_new_nodes_are_those_of_the_fake_mode(names):
     """The short way to the meta kernels gives the tensors of the long way: layout, device, and whose memory it is."""
     from torch._subclasses.fake_tensor import FakeTensorMode
