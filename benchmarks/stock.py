@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from inductor_passes._compat import CustomGraphPass, find_flop_formula
+from inductor_passes._compat import CPU_ATTENTION, CustomGraphPass
 from inductor_passes.costs.collective import CollectiveModel
 from inductor_passes.costs.profiles import HardwareProfile
 from inductor_passes.costs.topology import topology_of
@@ -39,10 +39,6 @@ _NS_PER_MS = 1e6
 _ROOFLINE_SPEED = 0.75 * 2
 """How much faster the estimates take products to be than the rate they are told: they count a product and a sum as one
 operation, at three quarters of the rate (`torch.utils._runtime_estimation.flops_to_ns`, torch 2.13)."""
-CPU_ATTENTION = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
-)
 _COLLECTIVES: dict[object, str] = {
     torch.ops._c10d_functional.all_gather_into_tensor: "all_gather",
     torch.ops._c10d_functional.all_gather_into_tensor_out: "all_gather",  # of buckets
@@ -119,10 +115,8 @@ def give_device_numbers(profile: HardwareProfile) -> None:
 
     estimation.get_gpu_dram_gbps = lambda: bytes_per_ns  # type: ignore[assignment]
     estimation.get_device_tflops = tera_flops  # type: ignore[assignment]
-    for packet in CPU_ATTENTION:
-        formula = find_flop_formula(packet)
-        assert formula is not None
-        flop_registry[packet] = formula
+    for packet, like in CPU_ATTENTION.items():
+        flop_registry[packet] = flop_registry[like]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = [
+    "CPU_ATTENTION",
     "CheckpointPolicy",
     "CustomGraphPass",
     "PassChain",
@@ -226,23 +227,24 @@ def group_size(group: Any) -> int:
     return len(group_ranks(group))
 
 
-def find_flop_formula(target: Any) -> Callable[..., int] | None:
-    """The function that counts an operator's floating-point operations from its arguments, None for cheap ones.
+CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+"""Attention on CPU, which torch's flop counter has no formula for, and what has one and the same arguments."""
 
-    torch's table (the public flop counter's) lacks attention on CPU, which has the arguments of flash attention.
-    """
+
+def find_flop_formula(target: Any) -> Callable[..., int] | None:
+    """The function that counts an operator's floating-point operations from its arguments, None for cheap ones."""
     from torch.utils.flop_counter import flop_registry
 
-    aten = torch.ops.aten
-    same_arguments = {
-        aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-            aten._scaled_dot_product_flash_attention_backward
-        ),
-    }
     packet = getattr(target, "overloadpacket", target)
     try:
-        return flop_registry.get(same_arguments.get(packet, packet))
+        return flop_registry.get(CPU_ATTENTION.get(packet, packet))
     except TypeError:  # an unhashable target
         return None
 

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["NAMESPACE", "pack", "unpack"]
+__all__ = ["pack", "unpack"]
 
 aten = torch.ops.aten
-NAMESPACE = "simplefsdp"
+_NAMESPACE = "simplefsdp"
 _CHUNK_CAT_DEVICES = ("cuda",)
 """Where torch has one kernel for all parts; on CPU it copies them one by one, and casts at half the speed."""
-_library = torch.library.Library(NAMESPACE, "DEF")
+_library = torch.library.Library(_NAMESPACE, "DEF")
 _library.define("pack(Tensor[] parts, int rows, ScalarType dtype) -> Tensor")
 _library.define("unpack(Tensor table, SymInt[] columns) -> Tensor[]")
 
@@ -82,8 +82,8 @@ def _empty_parts(table: torch.Tensor, columns: Sequence[int]) -> list[torch.Tens
 
 _library.impl("pack", _pack, "CompositeExplicitAutograd")
 _library.impl("unpack", _unpack, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{NAMESPACE}::pack", _empty_table, lib=_library)
-torch.library.register_fake(f"{NAMESPACE}::unpack", _empty_parts, lib=_library)
+torch.library.register_fake(f"{_NAMESPACE}::pack", _empty_table, lib=_library)
+torch.library.register_fake(f"{_NAMESPACE}::unpack", _empty_parts, lib=_library)
 
 pack = torch.ops.simplefsdp.pack.default
 unpack = torch.ops.simplefsdp.unpack.default

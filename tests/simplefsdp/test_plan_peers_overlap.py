@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import stock
 from inductor_passes import work
+from inductor_passes._compat import CPU_ATTENTION
 from inductor_passes.costs.collective import CollectiveModel
 from inductor_passes.costs.model import ProfileCostModel
 from inductor_passes.costs.profiles import load_profile
@@ -203,7 +204,7 @@ def test_the_pass_expects_of_a_cpu_what_our_passes_do(monkeypatch, operator):
 
     for name in ("get_gpu_dram_gbps", "get_device_tflops"):
         monkeypatch.setattr(_runtime_estimation, name, None)
-    for packet in stock.CPU_ATTENTION:
+    for packet in CPU_ATTENTION:
         monkeypatch.setitem(flop_registry, packet, None)  # undone with the test
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     profile = load_profile("cpu_gloo")
@@ -213,7 +214,7 @@ def test_the_pass_expects_of_a_cpu_what_our_passes_do(monkeypatch, operator):
         if operator == "product":
             target, shapes = torch.ops.aten.mm.default, [(512, 512)] * 2
         else:
-            target, shapes = stock.CPU_ATTENTION[0].default, [(2, 8, 512, 64)] * 3
+            target, shapes = next(iter(CPU_ATTENTION)).default, [(2, 8, 512, 64)] * 3
         values = [torch.empty(shape) for shape in shapes]
         inputs = [graph.placeholder(f"x{number}") for number in range(len(shapes))]
         for node, value in zip(inputs, values, strict=True):
