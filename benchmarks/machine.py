@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from benchmarks.names import COMMUNICATION, COMPUTE, OPTIMIZER
+from benchmarks.names import COMMUNICATION, COMPUTE, EAGER_COMPUTE, OPTIMIZER
 from inductor_passes.costs.measure import EFFORTS, collective_times
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class Machine:
 
     Args:
         compute_s: seconds of forward and backward without communication or optimizer.
+        eager_s: the same, not compiled.
         optimizer_s: seconds of the optimizer.
         pace: speed of compute while communication runs, as a part of its speed alone.
         floor_s: seconds of a step that kept all cores busy all the time.
@@ -50,6 +51,7 @@ class Machine:
     """
 
     compute_s: float
+    eager_s: float
     optimizer_s: float
     pace: float = 1.0
     floor_s: float = 0.0
@@ -96,6 +98,7 @@ def machine_of(
     pace = (cores - needs[COMMUNICATION]) / needs[COMPUTE]
     return Machine(
         compute_s=times[COMPUTE] - times[OPTIMIZER],
+        eager_s=times[EAGER_COMPUTE] - times[OPTIMIZER],
         optimizer_s=times[OPTIMIZER],
         pace=min(1.0, max(_LEAST_PACE, pace)),
         floor_s=(busy[COMPUTE] + busy[COMMUNICATION]) / cores,

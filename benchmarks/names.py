@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 COMPUTE, COMMUNICATION, OPTIMIZER = "compute alone", "communication alone", "optimizer alone"
+EAGER_COMPUTE = "compute alone, eager"
 
 DDP = "DDP"
 FSDP2 = "FSDP2 eager"
@@ -12,3 +13,5 @@ STOCK_OVERLAP, STOCK_BLOCKS = "stock overlap scheduling", "stock per-block bucke
 STOCK = (STOCK_OVERLAP, STOCK_BLOCKS)
 PLANNED = {planner: f"ours, {planner}" for planner in ("none", "block", "greedy", "auto")}
 NONE, AUTO = PLANNED["none"], PLANNED["auto"]
+UNCOMPILED = (DDP, FSDP2, EAGER)
+"""Contestants whose compute is that of eager mode."""

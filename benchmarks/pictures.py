@@ -87,8 +87,7 @@ def draw_fits(
 
 
 def _color(name: str) -> str:
-    words = (word for word in _COLORS if name.startswith(word) or name.endswith(word))
-    return _COLORS.get(next(words, ""), _OTHER)
+    return next((color for word, color in _COLORS.items() if word in name), _OTHER)
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:

@@ -3,9 +3,9 @@
 Owns the prediction and its judgement. Must not know how steps are measured.
 
 A prediction is the modelled schedule of forward and backward, with its compute regions scaled so that together they
-last as long as compute was measured to last alone on this machine, plus the measured optimizer. So the compute model's
-error is left out, and what is tested is the model of communication, of copies, and of what hides what. Eager kernels
-are scaled by as much. Schedules of others are those of `simplefsdp.planner.peers`, and what FSDP2 does on CPUs: block.
+last as long as compute was measured to last alone on this machine, compiled or not, plus the measured optimizer. So the
+compute model's error is left out, and what is tested is the model of communication, of copies, and of what hides what.
+Schedules of others are those of `simplefsdp.planner.peers`, and what FSDP2 does on CPUs: block.
 
 What is particular to ranks of one machine that communicate by gloo is measured, see `machine`: compute is slower while
 communication runs, and a collective takes longer when nothing else is in flight.
@@ -27,6 +27,7 @@ from benchmarks.names import (
     NO_PASSES,
     STOCK_BLOCKS,
     STOCK_OVERLAP,
+    UNCOMPILED,
 )
 from inductor_passes import PassConfig
 from inductor_passes.inorder import plan_in_order
@@ -87,25 +88,17 @@ class Outlook:
 
 
 def predict(
-    workload: Workload,
-    contestants: Sequence[Contestant],
-    profile: str,
-    medians: Mapping[str, float],
-    machine: Machine,
-    ranks: int,
+    schedules: Schedules, contestants: Sequence[Contestant], medians: Mapping[str, float], machine: Machine
 ) -> Outlook:
     """Predict a run.
 
     Args:
-        workload: what was trained.
+        schedules: of what was trained.
         contestants: who took part.
-        profile: the calibrated hardware profile.
         medians: measured seconds per step.
         machine: where it ran.
-        ranks: ranks of the run.
     """
-    schedules = Schedules(workload, profile, ranks)
-    scale = scale_to(machine.compute_s, schedules.traced)
+    scale, eager = scale_to(machine.compute_s, schedules.traced), scale_to(machine.eager_s, schedules.eager)
     found = []
     for contestant in contestants:
         if contestant.name not in medians:
@@ -114,7 +107,8 @@ def predict(
             graphs = schedules.of(contestant)
         except NotModelledError:
             continue
-        found.append(Prediction(contestant.name, step_s(graphs, scale, machine), medians[contestant.name]))
+        predicted_s = step_s(graphs, eager if contestant.name in UNCOMPILED else scale, machine)
+        found.append(Prediction(contestant.name, predicted_s, medians[contestant.name]))
     return Outlook(tuple(found), bound_s(schedules.traced, scale, machine))
 
 
@@ -128,13 +122,14 @@ class Schedules:
 
     Attributes:
         traced: our front end compiled, with collectives where they were traced.
+        eager: our front end in eager mode.
     """
 
     def __init__(self, workload: Workload, profile: str, ranks: int) -> None:
         self._workload, self._profile, self._ranks = workload, profile, ranks
         report = self._explain()
         self.traced: Pair = _pair(report.graphs)
-        self._eager: Pair = _pair(report.eager)
+        self.eager: Pair = _pair(report.eager)
 
     def of(self, contestant: Contestant) -> Pair:
         """The schedule of a contestant.
@@ -147,9 +142,9 @@ class Schedules:
         rules: dict[str, Callable[[], Pair]] = {
             DDP: self._ddp,
             # On CPUs FSDP2 has no streams, and its collectives block.
-            FSDP2: lambda: _blocking(plan_fsdp2(*self._eager, FSDP2)),
+            FSDP2: lambda: _blocking(plan_fsdp2(*self.eager, FSDP2)),
             FSDP2_COMPILED: lambda: _blocking(plan_fsdp2(*self._compiled_blocks(), FSDP2_COMPILED)),
-            EAGER: lambda: _blocking(self._eager),
+            EAGER: lambda: _blocking(self.eager),
             NO_PASSES: lambda: self.traced,
             STOCK_BLOCKS: lambda: _pair(map(plan_stock_manual, self.traced)),
             STOCK_OVERLAP: lambda: _pair(
@@ -180,7 +175,7 @@ class Schedules:
         return plan_ddp(*_pair(report.eager), DDP)
 
     def _compiled_blocks(self) -> Pair:
-        return _pair(map(compile_blocks, self._eager, self.traced))
+        return _pair(map(compile_blocks, self.eager, self.traced))
 
 
 def _pair(graphs: Iterable[GraphFacts]) -> Pair:

@@ -6,16 +6,18 @@
 Measured in one run, in rounds: each round times every contestant once, in an order that turns with the round, with a
 barrier before each window; a window's time is its slowest rank's. The table gives the median over rounds and the
 quartiles. "compute alone" is the compiled model on every rank at once without communication, with the optimizer on the
-shards; "communication alone" is one gather per block in forward, one in backward (when resharding) and one reduction
-per block, all started at once. Warm-up and compilation come before and are not in the times. The machine is calibrated
-first, on the same network; our planners, the stock passes and the predictions use that profile. A result comes with the
-targets it met and missed, the simulator's predictions, a picture, and a file with every single time.
+shards; "compute alone, eager" the same, not compiled; "communication alone" is one gather per block in forward, one in
+backward (when resharding) and one reduction per block, all started at once. Warm-up and compilation come before and are
+not in the times. The machine is calibrated first, on the same network; our planners, the stock passes and the
+predictions use that profile. A result comes with the targets it met and missed, the simulator's predictions, a picture,
+and a file with every single time.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import os
 import pathlib
@@ -32,10 +34,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.contestants import Contestant, Setting, contestants
 from benchmarks.machine import Machine, busy_s, lone_times, machine_of
-from benchmarks.names import COMMUNICATION, COMPUTE, OPTIMIZER
+from benchmarks.names import COMMUNICATION, COMPUTE, EAGER_COMPUTE, OPTIMIZER
 from benchmarks.netbed import open_bed, rate_argument
 from benchmarks.pictures import draw_steps
-from benchmarks.prediction import Outlook, judge, predict
+from benchmarks.prediction import Outlook, Schedules, judge, predict
 from benchmarks.record import RESULTS, command_line, conditions, markdown, quartiles, write
 from benchmarks.rounds import in_turn, not_reached, reason_of
 from benchmarks.targets import targets
@@ -73,7 +75,7 @@ class Runner:
         self.batch = workload.tokens(dist.get_rank())
         model = workload.model()
         begin = time.perf_counter()
-        self._add_compute_alone(copy.deepcopy(model))
+        self._add_compute_alone(model)
         self.steps[COMMUNICATION] = self._communication_alone(model)
         for contestant in entrants:
             if contestant.unavailable:
@@ -135,21 +137,24 @@ class Runner:
         return step
 
     def _add_compute_alone(self, model: Llama) -> None:
-        forward = torch.compile(model, fullgraph=True)
         shards = [nn.Parameter(torch.empty(p.numel() // self.mesh.size())) for p in model.parameters()]
         for shard in shards:
             nn.init.zeros_(shard)
             shard.grad = torch.zeros_like(shard)
         optimizer = optimizer_of(shards)
 
-        def step() -> None:
-            forward(*self.batch).backward()
+        def step(copied: Llama) -> None:
+            copied(*self.batch).backward()
             optimizer.step()
-            model.zero_grad()
+            copied.zero_grad()
 
-        for _ in range(_WARMUP_STEPS):
-            step()
-        self.steps[COMPUTE] = step
+        for name in (COMPUTE, EAGER_COMPUTE):
+            copied = copy.deepcopy(model)
+            if name == COMPUTE:
+                copied.compile(fullgraph=True)
+            self.steps[name] = functools.partial(step, copied)
+            for _ in range(_WARMUP_STEPS):
+                self.steps[name]()
         self.steps[OPTIMIZER] = optimizer.step
 
     def _communication_alone(self, model: Llama) -> Callable[[], None]:
@@ -280,9 +285,9 @@ def record(
 
 def _basis(profile: str, machine: Machine) -> str:
     return (
-        f"The simulator on the hardware profile {profile}; compute scaled to what it takes alone, and while "
-        f"communication runs, which shares the cores, to {machine.pace:.0%} of that speed; collectives with nothing "
-        "else in flight take as long as measured alone."
+        f"The simulator on the hardware profile {profile}; compute scaled to what it takes alone, compiled or not, and "
+        f"while communication runs, which shares the cores, to {machine.pace:.0%} of that speed; collectives with "
+        "nothing else in flight take as long as measured alone."
     )
 
 
@@ -349,9 +354,8 @@ def main(arguments: list[str]) -> int:
         medians = medians_of(found["times"])
         cores = len(os.sched_getaffinity(0)) / options.ranks
         machine = machine_of(medians, medians_of(found["busy_s"]), cores, found["lone"])
-        outlook = predict(
-            workload, entrants(workload, profile, options.only), profile, medians, machine, options.ranks
-        )
+        schedules = Schedules(workload, profile, options.ranks)
+        outlook = predict(schedules, entrants(workload, profile, options.only), medians, machine)
         known = options.profile or "calibrated in this run"
         picture = out.with_suffix(".png")
         text = record(workload, bed.description, command, found, machine, outlook, picture.name, known)

@@ -25,6 +25,7 @@ from benchmarks.names import (
     COMPUTE,
     DDP,
     EAGER,
+    EAGER_COMPUTE,
     FSDP2,
     FSDP2_COMPILED,
     NO_PASSES,
@@ -33,7 +34,7 @@ from benchmarks.names import (
     STOCK_OVERLAP,
 )
 from benchmarks.pictures import draw_fits, draw_steps
-from benchmarks.prediction import Outlook, Prediction, Schedules, bound_s, judge, scale_to, step_s
+from benchmarks.prediction import Outlook, Prediction, Schedules, bound_s, judge, predict, scale_to, step_s
 from benchmarks.stock import overlap_scheduling
 from benchmarks.targets import targets
 from benchmarks.workload import Workload
@@ -85,7 +86,7 @@ def test_a_result_says_what_was_measured_under_which_conditions():
         "a network",
         "python -m benchmarks.train_step",
         found,
-        Machine(0.9, 0.1, pace=0.5),
+        Machine(0.9, 1.0, 0.1, pace=0.5),
         outlook,
         "a.png",
         "h100",
@@ -130,7 +131,7 @@ def stack_graphs():
 
 
 def predicted(graphs, compute_s, optimizer_s=0.0, pace=1.0):
-    return step_s(graphs, scale_to(compute_s, graphs), Machine(compute_s, optimizer_s, pace))
+    return step_s(graphs, scale_to(compute_s, graphs), Machine(compute_s, compute_s, optimizer_s, pace))
 
 
 def test_predicted_time_grows_with_compute_and_never_falls_below_communication(stack_graphs):
@@ -142,7 +143,7 @@ def test_predicted_time_grows_with_compute_and_never_falls_below_communication(s
 
 
 def test_no_plan_beats_the_bound_which_judges_forward_and_backward_apart(stack_graphs):
-    machine = Machine(1.0, 0.5)
+    machine = Machine(1.0, 1.0, 0.5)
     for scale in (1e-3, 1.0, 10.0, 1e4):
         bound = bound_s(stack_graphs, scale, machine)
         for planner in PLANNER_NAMES:
@@ -160,17 +161,19 @@ def test_communication_that_needs_the_cores_of_compute_slows_it(stack_graphs):
 
 
 def test_the_pace_of_compute_follows_from_the_cores_that_both_need():
-    times = {COMPUTE: 1.1, COMMUNICATION: 2.0, OPTIMIZER: 0.1}
+    times = {COMPUTE: 1.1, EAGER_COMPUTE: 1.4, COMMUNICATION: 2.0, OPTIMIZER: 0.1}
     busy = {COMPUTE: 1.1, COMMUNICATION: 0.8}
     lone = {"all_gather": [(10, 100), (20, 300)]}
-    expected = Machine(1.0, 0.1, pytest.approx(0.6), floor_s=pytest.approx(1.9), lone=lone)
+    expected = Machine(
+        1.0, pytest.approx(1.3), 0.1, pytest.approx(0.6), floor_s=pytest.approx(1.9), lone=lone
+    )
     assert machine_of(times, busy, 1, lone) == expected
     assert machine_of(times, busy, 4, lone).pace == 1.0
     assert machine_of(times, busy, 0.25, lone).pace > 0, "compute never stops"
 
 
 def test_a_lone_collective_takes_what_was_measured_and_between_sizes_a_straight_line():
-    machine = Machine(1.0, 0.1, lone={"all_gather": [(10, 100), (20, 300), (40, 400)]})
+    machine = Machine(1.0, 1.0, 0.1, lone={"all_gather": [(10, 100), (20, 300), (40, 400)]})
     sizes = (1, 10, 15, 20, 40, 60)
     assert [machine.lone_ns("all_gather", size) for size in sizes] == [100, 100, 200, 300, 400, 500]
     assert machine.lone_ns("all_reduce", 10) == 0
@@ -191,7 +194,7 @@ def schedules():
 
 def test_every_contestant_has_a_schedule(schedules):
     found = {
-        item.name: step_s(schedules.of(item), 1.0, Machine(0.0, 0.0))
+        item.name: step_s(schedules.of(item), 1.0, Machine(0.0, 0.0, 0.0))
         for item in contestants(Setting(True, "cpu_gloo"))
     }
     assert min(found, key=lambda name: found[name]) in (DDP, NONE, AUTO)
@@ -199,6 +202,18 @@ def test_every_contestant_has_a_schedule(schedules):
         "collectives that block"
     )
     assert found[NONE] < 0.9 * found[NO_PASSES], "the pass over the final order is in the prediction"
+
+
+def test_who_does_not_compile_is_predicted_with_the_compute_of_eager_mode(schedules):
+    """As if eager compute took half of compiled compute, so long that it hides all communication."""
+    entrants = contestants(Setting(True, "cpu_gloo"))
+    medians = {item.name: 1.0 for item in entrants}
+    seconds = 1000.0
+    found = predict(schedules, entrants, medians, Machine(seconds, seconds / 2, 0.0)).predictions
+    assert len(found) == len(entrants)
+    for item in found:
+        expected = seconds / 2 if item.name in (DDP, FSDP2, EAGER) else seconds
+        assert item.predicted_s == pytest.approx(expected, rel=0.1), item.name
 
 
 def test_collectives_that_block_cost_what_they_take(schedules):
@@ -210,7 +225,9 @@ def test_collectives_that_block_cost_what_they_take(schedules):
         for item in facts.problem.collectives
     )
     compute_ns = sum(sum(facts.problem.region_ns) for facts in graphs)
-    assert step_s(graphs, 1.0, Machine(0.0, 0.0)) == pytest.approx((alone_ns + compute_ns) / 1e9, rel=0.05)
+    assert step_s(graphs, 1.0, Machine(0.0, 0.0, 0.0)) == pytest.approx(
+        (alone_ns + compute_ns) / 1e9, rel=0.05
+    )
 
 
 def test_only_collectives_that_find_the_link_idle_take_as_long_as_alone(schedules):
@@ -226,7 +243,7 @@ def test_only_collectives_that_find_the_link_idle_take_as_long_as_alone(schedule
         alpha = graphs[0].problem.alpha_ns[low.key]
         points = [(item.size_bytes, 2 * (alpha + item.transfer_ns)) for item in (low, high)]
         costs[name] = [
-            step_s(graphs, 1e-6, Machine(0.0, 0.0, lone=lone)) for lone in ({}, {"all_gather": points})
+            step_s(graphs, 1e-6, Machine(0.0, 0.0, 0.0, lone=lone)) for lone in ({}, {"all_gather": points})
         ]
     queued_ns = sum(alpha + item.transfer_ns for item in gathers)
     assert costs[EAGER][1] - costs[EAGER][0] == pytest.approx(queued_ns / 1e9, rel=0.1)
