@@ -50,6 +50,7 @@ __all__ = [
     "is_tangent",
     "is_wait_kernel",
     "lowered_graph",
+    "lowered_position",
     "min_cut_partition",
     "order_only_buffers",
     "origins",
@@ -376,20 +377,21 @@ def order_only_buffers(snode: Any) -> list[str]:
     return [name for name, only in wished.items() if only]
 
 
+def lowered_position(snode: Any) -> int:
+    """Where the first of a scheduler node's operators stood when the graph was lowered."""
+    return int(snode.min_order)
+
+
 def lowered_graph() -> fx.Graph:
     """The graph that TorchInductor is compiling at this moment."""
     from torch._inductor.virtualized import V
 
-    module: Any = V.graph.module
-    graph: fx.Graph = module.graph
-    return graph
+    graph: Any = V.graph.module.graph
+    return graph  # type: ignore[no-any-return]
 
 
 def peak_bytes(snodes: list[Any]) -> int | None:
-    """Peak of live bytes when scheduler nodes run in this order; None where torch cannot say.
-
-    `torch._inductor.memory` is not a public interface; its estimate is a check here.
-    """
+    """Peak of live bytes when scheduler nodes run in this order; None where torch cannot say."""
     planned = _plan_memory(snodes)
     return None if planned is None else int(planned[0])
 
@@ -495,5 +497,4 @@ def stock_overlap(snodes: list[Any]) -> list[Any]:
     """TorchInductor's own overlap pass, in torch 2.14 and later."""
     from torch._inductor import comms
 
-    result: list[Any] = comms.simple_overlap(snodes)  # type: ignore[attr-defined]
-    return result
+    return list(comms.simple_overlap(snodes))  # type: ignore[attr-defined]

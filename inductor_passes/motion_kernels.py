@@ -60,8 +60,8 @@ def read_kernels(
     barrier: int | None = None
     for number, snode in enumerate(snodes):
         needed = {number_of[source] for source in inputs[snode]}
-        is_barrier = snode in times and _is_barrier(snode)
-        if is_barrier:
+        fence = snode in times and is_barrier(snode)
+        if fence:
             needed.update(range(0 if barrier is None else barrier, number))
         elif barrier is not None:
             needed.add(barrier)
@@ -73,9 +73,9 @@ def read_kernels(
         elif snode not in times:
             tasks.append(Task(Kind.COMPUTE, 0, before, Mobility.FLOATS))
         else:
-            mobility = Mobility.PINNED if is_barrier else _mobility(snode)
+            mobility = Mobility.PINNED if fence else _mobility(snode)
             tasks.append(Task(Kind.COMPUTE, times[snode], before, mobility))
-        if is_barrier:
+        if fence:
             barrier = number
     buffers = [
         Buffer(
@@ -105,7 +105,8 @@ def label_kernels(snodes: Sequence[Any]) -> list[str]:
     return labels
 
 
-def _is_barrier(snode: Any) -> bool:
+def is_barrier(snode: Any) -> bool:
+    """Whether nothing may pass a scheduler node, in either direction."""
     unknown = _compat.is_collective_kernel(snode) or _compat.is_wait_kernel(snode)
     return unknown or any(map(fxg.is_barrier, _compat.origins(snode)))
 

@@ -4,9 +4,9 @@ It owns the reading of scheduler nodes and the permutation. It must not know how
 removes and fuses nothing.
 
 TorchInductor reorders kernels for memory after the graph passes, and so undoes part of their placing. This pass runs
-last. Compute stays in the order it finds, unless it may move under collectives that stay exposed (`motion_kernels`);
-collectives keep their order among each other, which torch has frozen; the
-kernels that only pack for a start or unpack after a wait travel with them::
+last. Compute stays in the order it finds, unless the step is shorter in the order of the graph (`lowered`), or it may
+move under collectives that stay exposed (`motion_kernels`). Collectives keep their order among each other, which torch
+has frozen; the kernels that only pack for a start or unpack after a wait travel with them::
 
     pack, pack, start, mm, mm, wait, unpack, mm      found
     mm, pack, pack, start, mm, wait, unpack, mm      returned
@@ -21,6 +21,7 @@ from inductor_passes import _compat, bucket_ops, work
 from inductor_passes import graph as fxg
 from inductor_passes.emission import Emission
 from inductor_passes.inorder import plan_in_order, plan_of
+from inductor_passes.lowered import lowered_order
 from inductor_passes.motion import MotionReport, report_motion
 from inductor_passes.motion_kernels import Timed, label_kernels, read_kernels
 from inductor_passes.plan import ISSUE, Plan, PlanningProblem, Role
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from torch import fx
 
     from inductor_passes.costs.model import CostModel
+
+
+_WORTH_PER_MILLE = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,15 +68,31 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class ReorderReport:
-    """What the reorder pass decided. All times and bytes are modelled."""
+    """What the reorder pass decided. All times and bytes are modelled.
+
+    Args:
+        found: the plan that the order found amounts to.
+        placed: the best plan known.
+        kept: why the order was kept, "" if it was not.
+        motion: what compute was moved under exposed collectives, None if nothing could move.
+        restored: compute is in the order of the graph again.
+    """
 
     found: Plan
     placed: PlanReport
     kept: str
     motion: MotionReport | None = None
+    restored: bool = False
+
+    @property
+    def step_ns(self) -> int:
+        """Modelled time of the order that was decided."""
+        return self.found.step_ns if self.kept else self.placed.plan.step_ns
 
     def __str__(self) -> str:
         outcome = f"order kept: {self.kept}" if self.kept else "order changed"
+        if self.restored:
+            outcome += ", compute back in the order of the graph"
         head = (
             f"{outcome}; modelled {self.found.step_ns / 1e6:.3f} ms before, "
             f"{self.placed.plan.step_ns / 1e6:.3f} ms after"
@@ -103,26 +123,36 @@ def reorder_pass(
     Raises:
         VerificationError: the order of the collectives cannot be kept, or the new order breaks an invariant.
     """
-    schedule = read_schedule(snodes, cost, ranks_per_node, memory_budget_bytes)
-    plan = plan_in_order(schedule.problem)
+    found = schedule = read_schedule(snodes, cost, ranks_per_node, memory_budget_bytes)
+    plan = plan_in_order(found.problem)
     if plan is None:
         raise VerificationError("a collective must start before one that stands before it can")
-    motion: MotionReport | None = None
-    if move_compute:
-        moved, motion = move_kernels(schedule)
-        if moved is not None:
-            held = max(0, motion.after.peak_bytes - motion.before.peak_bytes) if motion else 0
-            left = None if memory_budget_bytes is None else memory_budget_bytes - held
-            candidate = read_schedule(moved, cost, ranks_per_node, left)
-            order, report = _finish(
-                schedule, candidate, plan_in_order(candidate.problem), memory_budget_bytes
-            )
-            if not report.kept and report.placed.plan.step_ns < plan.step_ns:
-                return order, dataclasses.replace(report, motion=motion)
-            kept = report.kept or "with all collectives the step is not shorter"
-            motion = None if motion is None else dataclasses.replace(motion, kept=kept)
-    order, report = _finish(schedule, schedule, plan, memory_budget_bytes)
-    return order, dataclasses.replace(report, motion=motion)
+    order, report = _finish(found, found, plan, memory_budget_bytes)
+    if _is_worth(report.step_ns, sum(found.problem.region_ns)):
+        lowered = read_schedule(
+            lowered_order(snodes, found.inputs, found.anchored), cost, ranks_per_node, memory_budget_bytes
+        )
+        again, other = _finish(found, lowered, plan_in_order(lowered.problem), memory_budget_bytes)
+        if not other.kept and _is_worth(report.step_ns, other.step_ns):
+            schedule, order, report = lowered, again, dataclasses.replace(other, restored=True)
+    if not move_compute:
+        return order, report
+    moved, motion = move_kernels(schedule)
+    if moved is None or motion is None:
+        return order, dataclasses.replace(report, motion=motion)
+    held = max(0, motion.after.peak_bytes - motion.before.peak_bytes)
+    left = None if memory_budget_bytes is None else memory_budget_bytes - held
+    candidate = read_schedule(moved, cost, ranks_per_node, left)
+    again, other = _finish(found, candidate, plan_in_order(candidate.problem), memory_budget_bytes)
+    if not other.kept and other.step_ns < report.step_ns:
+        return again, dataclasses.replace(other, motion=motion, restored=report.restored)
+    kept = other.kept or "with all collectives the step is not shorter"
+    return order, dataclasses.replace(report, motion=dataclasses.replace(motion, kept=kept))
+
+
+def _is_worth(before_ns: int, after_ns: int) -> bool:
+    """Whether so much shorter a step is worth giving up TorchInductor's order, which holds less memory."""
+    return before_ns * (1000 - _WORTH_PER_MILLE) > after_ns * 1000
 
 
 def _finish(

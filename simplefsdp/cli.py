@@ -16,9 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from simplefsdp.exits import EXIT_FAILURE, EXIT_USAGE
 from simplefsdp.garbage import rare_collections
-
-EXIT_FAILURE, EXIT_USAGE = 1, 2
 
 
 @dataclass(frozen=True)

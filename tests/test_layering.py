@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 # Top to bottom, `/` for sub-packages; an `__init__` stands below what it re-exports. Files may be missing, not extra.
 STACKS = {
     "simplefsdp": """
-        garbage _compat policy mesh placement ranks alike trail unshard regather slots census parametrize
+        exits garbage _compat policy mesh placement ranks alike trail unshard regather slots census parametrize
         state initialize optimizer accumulate api
         explainer/facts explainer/schedule explainer/read explainer/eager
         explainer/lines explainer/capture explainer/world
@@ -56,7 +56,7 @@ STACKS = {
         planners/search planners/hedge planners/auto
         planners/explain planners/tasks planners/hold planners/motion planners/__init__
         windows work report verify emission program reshard bucket_ops bucket motion motion_kernels
-        inorder reorder readback
+        lowered inorder reorder readback
         setups graph_plan hooks install debug __init__
     """,
 }

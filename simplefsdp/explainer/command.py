@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from simplefsdp.exits import EXIT_FAILURE
 from simplefsdp.explainer.options import StepOptions, check_directory
 from simplefsdp.llama.options import UsageError, answer
 
 PROG = "simplefsdp explain"
-EXIT_FAILURE = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar, get_args, get_type_hints
 
+from simplefsdp.exits import EXIT_USAGE
 from simplefsdp.llama.config import get_config
 from simplefsdp.llama.sources import DataError, find_files
-
-EXIT_USAGE = 2
 
 OptionsT = TypeVar("OptionsT")
 

@@ -19,15 +19,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from simplefsdp.exits import EXIT_FAILURE, EXIT_USAGE
 from simplefsdp.llama.launch import launch, watch_launcher
-from simplefsdp.llama.options import EXIT_USAGE, TrainOptions, UsageError, parse
+from simplefsdp.llama.options import TrainOptions, UsageError, parse
 from simplefsdp.llama.rundir import create_run_directory, find_run_directory
 
 if TYPE_CHECKING:
     from simplefsdp.llama.world import World
 
 PROG = "simplefsdp train"
-EXIT_FAILURE = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:

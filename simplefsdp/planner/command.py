@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from simplefsdp.exits import EXIT_FAILURE
 from simplefsdp.llama.options import UsageError, answer
 from simplefsdp.planner.options import PlanOptions
 from simplefsdp.planner.request import Request
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from simplefsdp.planner.step import Step
 
 PROG = "simplefsdp plan"
-EXIT_FAILURE = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -377,6 +377,7 @@ def lowered(module: fx.GraphModule, monkeypatch: pytest.MonkeyPatch) -> list[Ker
             wishes = [name for name in wish if name not in needs] if is_start(node) else []
             kernels.append(Kernel(node, needs, wishes))
             wish = [find_wait(node).name] if is_start(node) else wish
+    position = {kernel: number for number, kernel in enumerate(kernels)}
     users = {k.node: tuple(u for u in kernels if k.node in u.node.all_input_nodes) for k in kernels}
     stand_ins = {
         "is_collective_kernel": lambda kernel: is_start(kernel.node),
@@ -393,6 +394,7 @@ def lowered(module: fx.GraphModule, monkeypatch: pytest.MonkeyPatch) -> list[Ker
         ],
         "peak_bytes": lambda order: 0,
         "lowered_graph": lambda: module.graph,
+        "lowered_position": position.__getitem__,
     }
     for name, function in stand_ins.items():
         monkeypatch.setattr(_compat, name, function, raising=False)

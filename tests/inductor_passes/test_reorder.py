@@ -15,6 +15,7 @@ from inductor_passes.costs.profiles import load_profile
 from inductor_passes.graph import find_wait, is_start, is_wait
 from inductor_passes.hooks import ReorderHook
 from inductor_passes.inorder import plan_in_order
+from inductor_passes.lowered import lowered_order
 from inductor_passes.reorder import check_schedule, permutation, read_schedule, reorder_pass
 from inductor_passes.setups import Setup
 from inductor_passes.verify import VerificationError
@@ -31,6 +32,7 @@ class Kernel:
 
     node: fx.Node
     needs: list[str] = field(default_factory=list)
+    number: int = 0
 
     def get_name(self) -> str:
         return self.node.name
@@ -62,6 +64,7 @@ def kernels_stand_for_graph_nodes(monkeypatch, request):
     )
     monkeypatch.setattr(_compat, "order_only_buffers", lambda kernel: [])
     monkeypatch.setattr(_compat, "peak_bytes", lambda kernels: None)
+    monkeypatch.setattr(_compat, "lowered_position", lambda kernel: kernel.number)
 
 
 def lower(module: fx.GraphModule, monkeypatch) -> list[Kernel]:
@@ -75,7 +78,7 @@ def lower(module: fx.GraphModule, monkeypatch) -> list[Kernel]:
         if is_start(node):
             needs += [last] if last else []
             last = node.name
-        kernels.append(Kernel(node, needs))
+        kernels.append(Kernel(node, needs, len(kernels)))
     return kernels
 
 
@@ -90,6 +93,38 @@ def two_blocks(names) -> fx.GraphModule:
         for _ in range(8):
             x = build.call(aten.mm.default, x, weight)
     return build.finish(x)
+
+
+def weight_gradients_last(names, monkeypatch) -> tuple[list[Kernel], list[Kernel]]:
+    """Kernels of a backward as its graph has them, and with all weight gradients at the end."""
+    build = Builder()
+    grad = build.input((64, 64))
+    reduced, gradients = [], set()
+    for index in range(4):
+        weight_grad = build.call(aten.mm.default, build.input((64, 64)), grad)
+        gradients.add(weight_grad)
+        reduced.append(build.reduce_scatter(weight_grad, names[0], f"layers.{index}.w"))
+        weight = build.input((64, 64))
+        for _ in range(8):
+            grad = build.call(aten.mm.default, grad, weight)
+    kernels = lower(build.finish(grad, *reduced), monkeypatch)
+    late = [k for k in kernels if k.node in gradients or is_start(k.node) or is_wait(k.node)]
+    return kernels, [k for k in kernels if k not in late] + late
+
+
+def compute_of(order: list[Kernel]) -> list[Kernel]:
+    return [kernel for kernel in order if not is_start(kernel.node) and not is_wait(kernel.node)]
+
+
+def shuffled(kernels: list[Kernel], seed: int) -> list[Kernel]:
+    """Another order that obeys every dependency."""
+    choose, order, placed, left = random.Random(seed), [], set(), list(kernels)
+    while left:
+        kernel = choose.choice([kernel for kernel in left if placed.issuperset(kernel.needs)])
+        left.remove(kernel)
+        order.append(kernel)
+        placed.add(kernel.get_name())
+    return order
 
 
 def position(order: list[Kernel], node: fx.Node) -> int:
@@ -137,6 +172,52 @@ def test_random_schedules_are_permutations_that_obey_every_dependency(names, mon
         before, after = ([k for k in nodes if is_start(k.node)] for nodes in (kernels, order))
         assert before == after, seed
     assert placed_graphs >= 15
+
+
+def test_compute_goes_back_to_the_order_of_the_graph_where_the_order_found_exposes_reductions(
+    names, monkeypatch
+):
+    kernels, found = weight_gradients_last(names, monkeypatch)
+    order, report = reorder_pass(found, COST, 8, 10**9)
+    assert compute_of(order) == compute_of(kernels)
+    assert report.restored
+    assert "compute back in the order of the graph" in str(report)
+    straight, _ = reorder_pass(kernels, COST, 8, 10**9)
+    assert order == straight
+    assert report.step_ns < 0.9 * plan_in_order(read_schedule(found, COST, 8, 10**9).problem).step_ns
+
+
+def test_the_order_found_stays_where_that_of_the_graph_holds_too_much_or_gains_little(names, monkeypatch):
+    kernels, found = weight_gradients_last(names, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(reorder, "_WORTH_PER_MILLE", 900)
+        order, report = reorder_pass(found, COST, 8, None)
+        assert (compute_of(order), report.restored) == (compute_of(found), False)
+    in_graph = compute_of(kernels)
+    monkeypatch.setattr(_compat, "peak_bytes", lambda order: 2 * 10**9 * (compute_of(order) == in_graph))
+    order, report = reorder_pass(found, COST, 8, 10**9)
+    assert (compute_of(order), report.restored) == (compute_of(found), False)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_order_of_the_graph_is_found_from_any_other(names, monkeypatch, seed):
+    kernels = lower(two_blocks(names), monkeypatch)
+    schedule = read_schedule(shuffled(kernels, seed), COST, 8, None)
+    assert list(schedule.snodes) != kernels
+    assert lowered_order(schedule.snodes, schedule.inputs, schedule.anchored) == kernels
+
+
+def test_nothing_passes_a_kernel_that_draws_random_numbers(names, monkeypatch):
+    build = Builder()
+    x, y = build.input((64, 64)), build.input((64, 64))
+    values = [build.call(aten.sin.default, x), build.call(aten.bernoulli.default, x)]
+    values += [build.call(aten.cos.default, y), build.call(aten.bernoulli.default, y)]
+    values += [build.gather(x, names[0], "w"), build.gather(y, names[0], "v")]
+    kernels = lower(build.finish(*values), monkeypatch)
+    found = [kernels[number] for number in (2, 3, 0, 1, 4, 6, 5, 7)]
+    schedule = read_schedule(found, COST, 8, None)
+    order = lowered_order(schedule.snodes, schedule.inputs, schedule.anchored)
+    assert [kernel.number for kernel in order] == [2, 3, 0, 1, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("damage", ["lost", "early", "collectives"])
