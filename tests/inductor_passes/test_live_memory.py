@@ -35,12 +35,13 @@ class Peak:
 
 def peaks(monkeypatch, budget_gb: float) -> dict[str, Peak]:
     """Compile and run forward and backward under a memory budget."""
-    modelled: list[int] = []
+    modelled: dict[object, list[int]] = {}  # by graph: before and after, for each order that was considered
     peak_bytes = _compat.peak_bytes
 
     def note(snodes):
-        modelled.append(peak_bytes(snodes))
-        return modelled[-1]
+        found = peak_bytes(snodes)
+        modelled.setdefault(snodes[0].scheduler, []).append(found)
+        return found
 
     monkeypatch.setattr(_compat, "peak_bytes", note)
     torch._dynamo.reset()
@@ -60,14 +61,16 @@ def peaks(monkeypatch, budget_gb: float) -> dict[str, Peak]:
             backward = live.peak_bytes
     (hook,) = passes["reorder_for_compute_comm_overlap_passes"]
     plans = {}
-    for record in hook.records:
+    ends: dict[str, list[int]] = {}
+    for record, found in zip(hook.records, modelled.values(), strict=True):
         (report,) = record.items
         assert isinstance(report, ReorderReport)
         assert (record.failure, report.kept) == ("", "")
+        ends[record.graph] = found[2:4] if report.restored else found[:2]
         plans[record.graph] = report.placed.plan.peak_in_flight_bytes
     return {
-        "forward": Peak(*modelled[:2], forward, plans["forward"]),
-        "backward": Peak(*modelled[2:], backward, plans["backward"]),
+        "forward": Peak(*ends["forward"], forward, plans["forward"]),
+        "backward": Peak(*ends["backward"], backward, plans["backward"]),
     }
 
 
