@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from inductor_passes import _compat
 from inductor_passes import graph as fxg
-from inductor_passes.motion_kernels import is_barrier
+from inductor_passes.motion_kernels import is_barrier, needed_before
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -37,24 +37,14 @@ def lowered_order(
     stay = {
         snode for snode in anchored if is_barrier(snode) or any(map(fxg.is_random, _compat.origins(snode)))
     }
+    needed = needed_before(snodes, inputs, stay)
     users: dict[Any, list[Any]] = {snode: [] for snode in snodes}
-    missing: dict[Any, int] = {}
-    fence: Any = None
-    behind: list[Any] = []
-    for snode in snodes:
-        needed = set(inputs[snode])
-        if fence is not None:
-            needed.add(fence)
-        if snode in stay:
-            needed.update(behind)
-            fence, behind = snode, []
-        else:
-            behind.append(snode)
-        missing[snode] = len(needed)
-        for source in needed:
+    for snode, sources in needed.items():
+        for source in sources:
             users[source].append(snode)
-    found_at = {snode: number for number, snode in enumerate(snodes)}
-    ready = [_entry(snode, found_at) for snode in snodes if not missing[snode]]
+    missing = {snode: len(sources) for snode, sources in needed.items()}
+    entries = {snode: (_compat.lowered_position(snode), number) for number, snode in enumerate(snodes)}
+    ready = [entries[snode] for snode in snodes if not missing[snode]]
     heapq.heapify(ready)
     order = []
     while ready:
@@ -63,9 +53,5 @@ def lowered_order(
         for user in users[snode]:
             missing[user] -= 1
             if not missing[user]:
-                heapq.heappush(ready, _entry(user, found_at))
+                heapq.heappush(ready, entries[user])
     return order
-
-
-def _entry(snode: Any, found_at: Mapping[Any, int]) -> tuple[int, int]:
-    return _compat.lowered_position(snode), found_at[snode]

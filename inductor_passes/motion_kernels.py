@@ -57,15 +57,9 @@ def read_kernels(
     number_of = {snode: number for number, snode in enumerate(snodes)}
     start_of = {item.wait: number_of[start] for start, item in timed.items()}
     tasks: list[Task] = []
-    barrier: int | None = None
-    for number, snode in enumerate(snodes):
-        needed = {number_of[source] for source in inputs[snode]}
-        fence = snode in times and is_barrier(snode)
-        if fence:
-            needed.update(range(0 if barrier is None else barrier, number))
-        elif barrier is not None:
-            needed.add(barrier)
-        before = tuple(sorted(needed))
+    barriers = set(filter(is_barrier, times))
+    for snode, needed in needed_before(snodes, inputs, barriers).items():
+        before = tuple(sorted(number_of[source] for source in needed))
         if snode in timed:
             tasks.append(Task(Kind.START, timed[snode].time_ns, before, group=timed[snode].group))
         elif snode in start_of:
@@ -73,10 +67,8 @@ def read_kernels(
         elif snode not in times:
             tasks.append(Task(Kind.COMPUTE, 0, before, Mobility.FLOATS))
         else:
-            mobility = Mobility.PINNED if fence else _mobility(snode)
+            mobility = Mobility.PINNED if snode in barriers else _mobility(snode)
             tasks.append(Task(Kind.COMPUTE, times[snode], before, mobility))
-        if fence:
-            barrier = number
     buffers = [
         Buffer(
             item.size_bytes,
@@ -103,6 +95,27 @@ def label_kernels(snodes: Sequence[Any]) -> list[str]:
         else:
             labels.append("kernel")
     return labels
+
+
+def needed_before(
+    snodes: Sequence[Any], inputs: Mapping[Any, Collection[Any]], fences: Collection[Any]
+) -> dict[Any, set[Any]]:
+    """What each scheduler node needs to have run before when nothing may pass a fence.
+
+    Args:
+        snodes: all of them, in the order found.
+        inputs: what each needs by itself.
+        fences: the nodes that nothing passes, in either direction.
+    """
+    needed: dict[Any, set[Any]] = {}
+    behind: list[Any] = []  # the last fence and what stands after it
+    fence: tuple[Any, ...] = ()
+    for snode in snodes:
+        needed[snode] = {*inputs[snode], *(behind if snode in fences else fence)}
+        if snode in fences:
+            fence, behind = (snode,), []
+        behind.append(snode)
+    return needed
 
 
 def is_barrier(snode: Any) -> bool:

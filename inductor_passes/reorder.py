@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 
 _WORTH_PER_MILLE = 10
+"""How much shorter the step must be for compute to leave TorchInductor's order, which holds less memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,12 +128,16 @@ def reorder_pass(
     plan = plan_in_order(found.problem)
     if plan is None:
         raise VerificationError("a collective must start before one that stands before it can")
+
+    def attempt(nodes: Sequence[Any], left: int | None) -> tuple[Schedule, list[Any], ReorderReport]:
+        candidate = read_schedule(nodes, cost, ranks_per_node, left)
+        return candidate, *_finish(found, candidate, plan_in_order(candidate.problem), memory_budget_bytes)
+
     order, report = _finish(found, found, plan, memory_budget_bytes)
     if _is_worth(report.step_ns, sum(found.problem.region_ns)):
-        lowered = read_schedule(
-            lowered_order(snodes, found.inputs, found.anchored), cost, ranks_per_node, memory_budget_bytes
+        lowered, again, other = attempt(
+            lowered_order(snodes, found.inputs, found.anchored), memory_budget_bytes
         )
-        again, other = _finish(found, lowered, plan_in_order(lowered.problem), memory_budget_bytes)
         if not other.kept and _is_worth(report.step_ns, other.step_ns):
             schedule, order, report = lowered, again, dataclasses.replace(other, restored=True)
     if not move_compute:
@@ -142,8 +147,7 @@ def reorder_pass(
         return order, dataclasses.replace(report, motion=motion)
     held = max(0, motion.after.peak_bytes - motion.before.peak_bytes)
     left = None if memory_budget_bytes is None else memory_budget_bytes - held
-    candidate = read_schedule(moved, cost, ranks_per_node, left)
-    again, other = _finish(found, candidate, plan_in_order(candidate.problem), memory_budget_bytes)
+    _, again, other = attempt(moved, left)
     if not other.kept and other.step_ns < report.step_ns:
         return again, dataclasses.replace(other, motion=motion, restored=report.restored)
     kept = other.kept or "with all collectives the step is not shorter"
@@ -151,7 +155,7 @@ def reorder_pass(
 
 
 def _is_worth(before_ns: int, after_ns: int) -> bool:
-    """Whether so much shorter a step is worth giving up TorchInductor's order, which holds less memory."""
+    """Whether a step is so much shorter."""
     return before_ns * (1000 - _WORTH_PER_MILLE) > after_ns * 1000
 
 
