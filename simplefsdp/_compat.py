@@ -38,7 +38,7 @@ __all__ = [
     "find_graph_break",
     "find_sharded_dim",
     "foreach_norm",
-    "in_backward",
+    "gradient_hooks",
     "in_dispatch_mode",
     "is_compiled_module",
     "is_traceable_wrapper_subclass",
@@ -49,6 +49,7 @@ __all__ = [
     "reduce_scatter",
     "replace_cpu_gather",
     "root_mesh",
+    "running_backward",
     "split_mesh_dim",
     "storage_id",
     "strided_shard",
@@ -115,19 +116,25 @@ def storage_id(tensor: torch.Tensor) -> int:
     """The same number for tensors that share memory; a number of its own for a tensor without storage."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
-    return id(tensor) if is_traceable_wrapper_subclass(tensor) else tensor.untyped_storage()._cdata
+    if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
+        return id(tensor)
+    return tensor.untyped_storage()._cdata
 
 
 def version(tensor: DTensor) -> tuple[int, int]:
-    """Counts in-place writes: ops on a DTensor move its own counter, writes to the local tensor the local one's."""
-    return tensor._version, tensor._local_tensor._version
+    """Counts in-place writes: ops on a DTensor move its own counter, writes to the local tensor the local one's.
+
+    Tensors made in inference mode do not count.
+    """
+    local = tensor._local_tensor
+    return (0 if tensor.is_inference() else tensor._version), (0 if local.is_inference() else local._version)
 
 
 def write_count(tensor: torch.Tensor) -> int:
-    """Counts in-place writes to a tensor; 0 under inference mode, whose tensors do not count."""
-    if tensor.is_inference():
-        return 0
-    return sum(version(tensor)) if isinstance(tensor, DTensor) else tensor._version
+    """Counts in-place writes to a tensor; 0 for those made in inference mode."""
+    if isinstance(tensor, DTensor):
+        return sum(version(tensor))
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def in_dispatch_mode() -> bool:
@@ -135,9 +142,16 @@ def in_dispatch_mode() -> bool:
     return len(_get_current_dispatch_mode_stack()) > 0
 
 
-def in_backward() -> bool:
-    """Whether this thread runs inside the autograd engine: a checkpointed region is being recomputed."""
-    return torch._C._current_graph_task_id() != -1
+def running_backward() -> int | None:
+    """A number of its own for the backward that this thread runs inside the autograd engine, or None."""
+    task: int = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
+def gradient_hooks(param: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """The hooks on a leaf's gradient (`register_hook`), and those that run after it was added to `.grad`."""
+    after = getattr(param, "_post_accumulate_grad_hooks", None)
+    return list((param._backward_hooks or {}).values()), list((after or {}).values())
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

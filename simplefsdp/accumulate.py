@@ -7,7 +7,8 @@ and, once it has ended, reduces every one of them and hands the result to the pa
     no_sync backward       full gradient -> accumulator.grad                             no collective
     last backward          full gradient -> accumulator.grad, then reduce-scatter, all-reduce -> parameter.grad
 
-So there is one reduction per parameter, in the storage dtype's precision, whatever the number of micro-batches.
+So there is one reduction per parameter, in the storage dtype's precision, whatever the number of micro-batches. Hooks
+on the parameter run then, once, with the reduced gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from . import _compat
 from .parametrize import wrap_states
-from .placement import contiguous_stride
+from .placement import stored
 from .policy import GradientSync
 from .slots import Slot, WrapState
 from .unshard import reduce_gradient
@@ -34,8 +35,9 @@ def no_sync(module: nn.Module, *, replicas_only: bool = False) -> Iterator[None]
     """Accumulate gradients without reducing them, as `DistributedDataParallel.no_sync` does.
 
     Run forward and backward of all micro-batches but the last inside; the last one, outside, reduces the sum.
-    `.grad` of the parameters is set by that last backward. Each rank keeps unsharded gradients until then; with
-    `replicas_only` it keeps shards.
+    `.grad` of the parameters is set by that last backward, which also runs the hooks on them. Each rank keeps unsharded
+    gradients until then; with `replicas_only` it keeps shards. `module.zero_grad()` drops them, to start over;
+    `optimizer.zero_grad()` does not know of them.
 
     Args:
         module: a module that `simple_fsdp` has wrapped, or one that contains such modules.
@@ -81,8 +83,9 @@ def _make_accumulator(wrap: WrapState, slot: Slot) -> torch.Tensor | None:
 
     def after_accumulation(_: torch.Tensor) -> None:
         # One callback for each backward that reduces; the first accumulator to get its gradient asks for it.
-        if wrap.sync is GradientSync.FULL and not wrap.reduction_queued:
-            wrap.reduction_queued = True
+        backward = _compat.running_backward()
+        if wrap.sync is GradientSync.FULL and wrap.reducing_backward != backward:
+            wrap.reducing_backward = backward
             _compat.queue_backward_callback(lambda: _reduce_accumulated(wrap))
 
     leaf.register_post_accumulate_grad_hook(after_accumulation)
@@ -91,7 +94,7 @@ def _make_accumulator(wrap: WrapState, slot: Slot) -> torch.Tensor | None:
 
 def _reduce_accumulated(wrap: WrapState) -> None:
     """Reduce what waits in the accumulators, in registration order, which is equal on all ranks."""
-    wrap.accumulating = wrap.reduction_queued = False
+    wrap.accumulating, wrap.reducing_backward = False, None
     with torch.no_grad():
         for slot in wrap.slots:
             leaf = slot.accumulator
@@ -99,19 +102,21 @@ def _reduce_accumulated(wrap: WrapState) -> None:
                 continue
             grad, leaf.grad = leaf.grad, None
             local = reduce_gradient(grad, _local_shape(slot), slot.spec, slot.stage, GradientSync.FULL)
-            reduced = DTensor.from_local(
-                local,
-                slot.mesh,
-                slot.placements,
-                run_check=False,
-                shape=torch.Size(slot.full_shape),
-                stride=contiguous_stride(slot.full_shape),
-            )
-            param = slot.param
-            if param.grad is None:
-                param.grad = reduced
-            else:
-                param.grad += reduced
+            _accumulate(slot.param, stored(local, slot.mesh, slot.placements, slot.full_shape))
+
+
+def _accumulate(param: nn.Parameter, grad: torch.Tensor) -> None:
+    """What autograd does with a gradient that has reached a leaf: its hooks, its `.grad`, the hooks after that."""
+    before, after = _compat.gradient_hooks(param)
+    for hook in before:
+        replaced = hook(grad)
+        grad = grad if replaced is None else replaced
+    if param.grad is None:
+        param.grad = grad
+    else:
+        param.grad += grad
+    for hook in after:
+        hook(param)
 
 
 def _local_shape(slot: Slot) -> torch.Size:

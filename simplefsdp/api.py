@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import pathlib
 import types
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -20,11 +21,11 @@ import inductor_passes
 from inductor_passes.config import PassConfig
 from inductor_passes.setups import source_hash
 
-from . import _compat, regather
+from . import _compat
 from .alike import check_alike
 from .mesh import DataParallelMesh, make_mesh
 from .optimizer import find_slot, mark_sharded, watch_optimizers
-from .parametrize import install, is_wrapped, module_state, wrapped_class
+from .parametrize import add_forward_method, install, is_wrapped, module_state, wrapped_class
 from .placement import ShardPlacementFn, make_spec
 from .policy import check_mp_policy
 from .slots import ModuleState, Slot, WrapState
@@ -131,24 +132,28 @@ def simple_fsdp(
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Make a method other than `forward` a place where parameters read as whole tensors, for example `model.encode`.
 
-    Submodules called from it need nothing; this is for methods that read parameters of `module` themselves.
+    Submodules called from it need nothing; this is for methods that read parameters of `module` themselves. On the root
+    of the `simple_fsdp` call, inputs and outputs are cast as those of `forward` are, except where forward calls the
+    method or `torch.compile` traces it. Copies of the module (`deepcopy`, pickling) know the method too.
+
+    Args:
+        module: a wrapped module.
+        name: a method of its class, called on an instance.
 
     Raises:
-        AttributeError: `module` has no method of that name.
+        AttributeError: the class of `module` has nothing of that name.
+        TypeError: it is no method of instances, or the instance has an attribute that hides it.
         ValueError: `module` is not wrapped.
     """
     if not is_wrapped(module):
         raise ValueError(f"register_forward_method: {type(module).__name__} is not wrapped by simple_fsdp")
-    method = getattr(module, name)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return method(*args, **kwargs)
-        with regather.forward_scope():
-            return method(*args, **kwargs)
-
-    run.__name__, run.__doc__ = name, method.__doc__
-    setattr(module, name, run)
+    found = inspect.getattr_static(type(module), name)
+    if name in vars(module) or not callable(found) or isinstance(found, staticmethod | classmethod | type):
+        raise TypeError(
+            f"register_forward_method: '{name}' of {type(module).__name__} is not a method that its class defines for "
+            "instances"
+        )
+    add_forward_method(module, name)
 
 
 def _check_arguments(module: object, reshard_after_forward: object, passes: object) -> None:

@@ -68,7 +68,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if slot.accumulator is not None and slot.accumulator.grad is not None:
                 raise RuntimeError(
                     f"optimizer.step() while the gradient of '{slot.fqn}' waits for its reduction: run the last "
-                    "micro-batch's forward and backward outside of no_sync"
+                    "micro-batch's forward and backward outside of no_sync, or drop the window by the model's "
+                    "zero_grad() (the optimizer's does not reach these gradients)"
                 )
         # torch's multi-tensor loops cannot mix DTensors of several meshes, or DTensors and plain tensors.
         if group.get("foreach", False) is None and not group.get("fused") and _is_mixed(params):

@@ -37,35 +37,25 @@ class ShardedModule:
     Attributes:
         _simplefsdp_base: the module's own class.
         _simplefsdp_names: the attributes that unshard when they are read.
+        _simplefsdp_methods: the methods besides `forward` that run as it does.
     """
 
     _simplefsdp_base: type[nn.Module]
     _simplefsdp_names: tuple[str, ...]
+    _simplefsdp_methods: tuple[str, ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state: ModuleState = self.__dict__[STATE]
-        policy = state.wrap.mp_policy
-        if state.is_root and policy.cast_forward_inputs and policy.param_dtype is not None:
-            args, kwargs = _cast_floating((args, kwargs), policy.param_dtype)
+        if state.is_root:
+            args, kwargs = _cast_inputs(state.wrap, args, kwargs)
         if torch.compiler.is_compiling():
             if state.is_root:
                 _compat.while_tracing(check_complete, state.wrap)
             out = super().__call__(*args, **kwargs)  # type: ignore[misc]
             _compat.while_tracing(_check_traced_reads, state)
         else:
-            if state.is_root and not state.wrap.complete and torch.is_grad_enabled():
-                check_complete(state.wrap)
-            outer, state.reads = state.reads, {}
-            try:
-                with regather.forward_scope():
-                    out = super().__call__(*args, **kwargs)  # type: ignore[misc]
-                _check_not_written(state.reads.values())
-            finally:
-                state.reads = outer
-                state.traced_reads = []
-        if state.is_root and policy.output_dtype is not None:
-            out = _cast_floating(out, policy.output_dtype)
-        return out
+            out = _run_eagerly(state, super().__call__, args, kwargs)  # type: ignore[misc]
+        return _cast_output(state.wrap, out) if state.is_root else out
 
     def __setattr__(self, name: str, value: Any) -> None:
         slot = self.__dict__[STATE].slots.get(name) if STATE in self.__dict__ else None
@@ -90,6 +80,15 @@ class ShardedModule:
         else:
             super().register_parameter(name, param)  # type: ignore[misc]
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ever; gradients that wait for their reduction after `no_sync` are dropped too."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for _, _, slot in slots_of(self):  # type: ignore[arg-type]
+            if slot.accumulator is not None:
+                slot.accumulator.grad = None
+        for wrap in wrap_states(self):  # type: ignore[arg-type]
+            wrap.accumulating = wrap.sync is not GradientSync.FULL or bool(_waiting(wrap))
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """What `to`, `bfloat16`, `cpu`, `to_empty` and the like run on every module: slots follow the new dtype.
 
@@ -108,7 +107,8 @@ class ShardedModule:
                 param = parameters.get(name)
                 if param is not None:
                     vars(param).update(attributes[name])
-                    slot.follow_dtype(param.dtype)
+                    if isinstance(param, DTensor):  # inside full_parameters the shards stay what they are
+                        slot.follow_dtype(param.dtype)
 
     def share_memory(self) -> Any:
         """Refused: torch cannot move the shards of a DTensor to shared memory, and crashes.
@@ -124,7 +124,8 @@ class ShardedModule:
     def __reduce_ex__(self, protocol: Any) -> Any:
         # deepcopy and pickle: the dynamic class cannot be found by name, so it is made again from its parts.
         kind = type(self)
-        return _rebuild, (kind._simplefsdp_base, kind._simplefsdp_names), self.__dict__
+        parts = kind._simplefsdp_base, kind._simplefsdp_names, kind._simplefsdp_methods
+        return _rebuild, parts, self.__dict__
 
 
 def is_wrapped(module: nn.Module) -> bool:
@@ -156,22 +157,32 @@ def wrap_states(module: nn.Module) -> list[WrapState]:
     return list(found.values())
 
 
-def wrapped_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """The subclass of `base` whose attributes `names` unshard when they are read; one for each pair."""
+def wrapped_class(
+    base: type[nn.Module], names: tuple[str, ...], methods: tuple[str, ...] = ()
+) -> type[nn.Module]:
+    """The subclass of `base` whose attributes `names` unshard when they are read; one for each set of arguments.
+
+    Args:
+        base: the module's own class.
+        names: of its sharded parameters.
+        methods: of `base`, besides `forward`, that run as it does.
+    """
     hashable: Any = base  # mypy takes nn.Module's own hash for the class's
-    kind: type[nn.Module] = _make_class(hashable, names)
+    kind: type[nn.Module] = _make_class(hashable, names, methods)
     return kind
 
 
 @functools.cache
-def _make_class(base: Any, names: tuple[str, ...]) -> Any:
+def _make_class(base: Any, names: tuple[str, ...], methods: tuple[str, ...]) -> Any:
     namespace: dict[str, Any] = {name: _parameter_property(name) for name in names}
+    namespace.update({name: _forward_method(getattr(base, name)) for name in methods})
     if issubclass(base, nn.RNNBase):
         namespace["_flat_weights"] = _flat_weights_property()
     namespace.update(
         {
             "_simplefsdp_base": base,
             "_simplefsdp_names": names,
+            "_simplefsdp_methods": methods,
             "__module__": base.__module__,
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
@@ -190,9 +201,48 @@ def install(module: nn.Module, state: ModuleState, parameters: dict[str, nn.Para
     module.__class__ = wrapped_class(type(module), tuple(state.slots))
 
 
-def _rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    kind = wrapped_class(base, names)
+def add_forward_method(module: nn.Module, name: str) -> None:
+    """Have a method of the wrapped module's own class run as `forward` does."""
+    kind: Any = type(module)
+    if name not in kind._simplefsdp_methods:
+        methods = *kind._simplefsdp_methods, name
+        module.__class__ = wrapped_class(kind._simplefsdp_base, kind._simplefsdp_names, methods)
+
+
+def _rebuild(base: type[nn.Module], names: tuple[str, ...], methods: tuple[str, ...] = ()) -> nn.Module:
+    kind = wrapped_class(base, names, methods)
     return kind.__new__(kind)
+
+
+def _run_eagerly(
+    state: ModuleState, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if state.is_root and not state.wrap.complete and torch.is_grad_enabled():
+        check_complete(state.wrap)
+    outer, state.reads = state.reads, {}
+    try:
+        with regather.forward_scope():
+            out = call(*args, **kwargs)
+        _check_not_written(state.reads.values())
+        return out
+    finally:
+        state.reads = outer
+        state.traced_reads = []
+
+
+def _forward_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: ModuleState = self.__dict__[STATE]
+        if torch.compiler.is_compiling() or state.reads is not None:  # called by a forward of this module
+            return method(self, *args, **kwargs)
+        casts = state.is_root and not regather.in_forward()
+        if casts:
+            args, kwargs = _cast_inputs(state.wrap, args, kwargs)
+        out = _run_eagerly(state, functools.partial(method, self), args, kwargs)
+        return _cast_output(state.wrap, out) if casts else out
+
+    return run
 
 
 def _parameter_property(name: str) -> property:
@@ -219,14 +269,15 @@ def _read(module: nn.Module, name: str) -> Any:
         param = module._parameters[name]
     except KeyError:
         raise AttributeError(f"'{type(module).__name__}' object has no attribute '{name}'") from None
-    # Not a DTensor: None, or a tensor that somebody put there for a while (functional_call, full_parameters).
-    if not isinstance(param, DTensor):
-        return param
     state: ModuleState = module.__dict__[STATE]
     wrap = state.wrap
     compiling = torch.compiler.is_compiling()
-    if wrap.raw_depth > 0 or not (compiling or regather.in_forward()):
+    if param is None or wrap.raw_depth > 0 or not (compiling or regather.in_forward()):
         return param
+    # A tensor that somebody put there for a while (functional_call, full_parameters) computes as the parameter does.
+    if not isinstance(param, DTensor):
+        dtype = wrap.mp_policy.param_dtype
+        return param.to(dtype) if dtype is not None and param.is_floating_point() else param
     slot = state.slots[name]
     spec = slot.spec
     key = None
@@ -305,6 +356,11 @@ def _assign(module: Any, name: str, slot: Slot, value: Any) -> None:
         new = module._parameters[name]
         if param is not None and new is not param:
             vars(new).update(vars(param))
+            for owner, place in _places(
+                slot
+            ):  # what was tied stays so, as load_state_dict(assign=True) comes here
+                if owner._parameters.get(place) is param:
+                    owner._parameters[place] = new
         slot.follow_dtype(new.dtype)
         return
     if not isinstance(value, torch.Tensor):
@@ -319,10 +375,25 @@ def _assign(module: Any, name: str, slot: Slot, value: Any) -> None:
             "parameters before simple_fsdp, or assign a plain tensor of the same shape (the same on every rank), whose "
             "shards are copied"
         )
+    others = [place for place in _places(slot) if place != (module, name)]
+    if others:
+        raise ValueError(
+            f"cannot assign a tensor to the sharded parameter '{slot.fqn}', which {len(others) + 1} modules share: it "
+            "would change all of them. Untie them before simple_fsdp, or write to the one parameter, for example by "
+            f"{type(module).__name__}.{name}.copy_(...) under torch.no_grad() with a DTensor, or load_state_dict"
+        )
     with torch.no_grad():
-        _compat.local_tensor(param).copy_(_compat.local_tensor(slot.shard_full(value)))
+        if isinstance(param, DTensor):
+            _compat.local_tensor(param).copy_(_compat.local_tensor(slot.shard_full(value)))
+        else:  # inside full_parameters, which takes the values from there
+            param.copy_(value)
     if isinstance(value, nn.Parameter):
         param.requires_grad_(value.requires_grad)
+
+
+def _places(slot: Slot) -> list[tuple[nn.Module, str]]:
+    """The modules, and names there, that a slot is registered under: several for tied parameters."""
+    return [(owner, name) for owner, name, other in slots_of(slot.wrap.root) if other is slot]
 
 
 def _expect_additions(module: ShardedModule) -> None:
@@ -333,7 +404,7 @@ def _expect_additions(module: ShardedModule) -> None:
 def _check_convertible(wrap: WrapState) -> None:
     if not wrap.accumulating:
         return
-    waiting = [s.fqn for s in wrap.slots if s.accumulator is not None and s.accumulator.grad is not None]
+    waiting = _waiting(wrap)
     if waiting or wrap.sync is not GradientSync.FULL:
         what = f"the gradient of '{waiting[0]}' waits" if waiting else "gradients are about to wait"
         raise RuntimeError(
@@ -341,6 +412,26 @@ def _check_convertible(wrap: WrapState) -> None:
             "after the last micro-batch's backward, outside of no_sync"
         )
     wrap.accumulating = False
+
+
+def _waiting(wrap: WrapState) -> list[str]:
+    """Names of the parameters whose gradient waits for its reduction."""
+    return [s.fqn for s in wrap.slots if s.accumulator is not None and s.accumulator.grad is not None]
+
+
+def _cast_inputs(
+    wrap: WrapState, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    policy = wrap.mp_policy
+    if not policy.cast_forward_inputs or policy.param_dtype is None:
+        return args, kwargs
+    cast: tuple[tuple[Any, ...], dict[str, Any]] = _cast_floating((args, kwargs), policy.param_dtype)
+    return cast
+
+
+def _cast_output(wrap: WrapState, out: Any) -> Any:
+    dtype = wrap.mp_policy.output_dtype
+    return out if dtype is None else _cast_floating(out, dtype)
 
 
 def _cast_floating(tree: Any, dtype: torch.dtype) -> Any:

@@ -238,7 +238,13 @@ def to_sharded(
         shard = local_part(data, mesh, placements)
     if device is not None and not shard.is_meta:
         shard = shard.to(device)
-    shard = shard.clone(memory_format=torch.contiguous_format)
+    return stored(shard.clone(memory_format=torch.contiguous_format), mesh, placements, shape)
+
+
+def stored(
+    shard: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
+) -> DTensor:
+    """The DTensor of global shape `shape` that has `shard` as this rank's part."""
     return DTensor.from_local(
         shard, mesh, placements, run_check=False, shape=torch.Size(shape), stride=contiguous_stride(shape)
     )

@@ -149,7 +149,7 @@ _current: ContextVar[_Forward | None] = ContextVar("simplefsdp_forward", default
 
 def in_forward() -> bool:
     """Whether the forward of a wrapped module runs in this thread, or a part of one is being recomputed."""
-    return _current.get() is not None or _compat.in_backward()
+    return _current.get() is not None or _compat.running_backward() is not None
 
 
 def track(full: torch.Tensor, param: DTensor, spec: ShardSpec) -> None:
@@ -166,7 +166,7 @@ def forward_scope() -> Iterator[None]:
     """Mark this thread as inside a forward; the outermost scope installs the saved-tensor hooks."""
     # Inside a backward, activation checkpointing recomputes a region under hooks of its own: hooks nested inside them
     # would keep the recomputed tensors from it.
-    if _current.get() is not None or _compat.in_backward():
+    if _current.get() is not None or _compat.running_backward() is not None:
         yield
         return
     forward = _Forward()

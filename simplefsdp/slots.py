@@ -111,7 +111,7 @@ class WrapState:
         root: the argument of the call.
         sync: how far the next backward reduces gradients.
         accumulating: whether gradients go to accumulators, since a backward that did not fully reduce.
-        reduction_queued: whether the running backward will reduce the accumulators when it ends.
+        reducing_backward: the backward that will reduce the accumulators when it ends; it may have failed.
         raw_depth: number of open `sharded_parameters` contexts; attribute reads give shards while it is positive.
         slots: every sharded parameter, in registration order.
         passes_key: names the PassConfig in the tags that the passes read.
@@ -126,7 +126,7 @@ class WrapState:
     root: nn.Module
     sync: GradientSync = GradientSync.FULL
     accumulating: bool = False
-    reduction_queued: bool = False
+    reducing_backward: int | None = None
     raw_depth: int = 0
     slots: tuple[Slot, ...] = ()
     passes_key: str = ""

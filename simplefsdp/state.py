@@ -25,6 +25,15 @@ from .unshard import gather
 __all__ = ["full_parameters", "full_state_dict", "load_full_state_dict", "shard_incoming_state"]
 
 
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""Segments of names that torch.compile and activation checkpointing insert where they wrap a module."""
+
+
+def unwrapped_name(name: str) -> str:
+    """A parameter's name in the plain model, whatever was wrapped in between."""
+    return ".".join(segment for segment in name.split(".") if segment not in _WRAPPERS)
+
+
 def full_tensor(param: DTensor, slot: Slot | None = None) -> torch.Tensor:
     """The whole tensor on every rank, in its storage dtype, detached; a collective.
 
@@ -70,7 +79,7 @@ def full_state_dict(
                 (whole.to(device) if isinstance(whole, torch.Tensor) and device else whole) if keep else None
             )
         if keep:
-            out[name.removeprefix("_orig_mod.")] = seen[key]
+            out[unwrapped_name(name)] = seen[key]
     return out
 
 
@@ -95,7 +104,11 @@ def load_full_state_dict(
         state = source
     else:
         state = torch.load(source, map_location="cpu", mmap=True, weights_only=True)
+    # A part compiled by itself has a wrapper's name in its keys, which the file, of the plain model, has not.
     inner = getattr(module, "_orig_mod", module)
+    inside = {unwrapped_name(key): key for key in inner.state_dict(keep_vars=True)}
+    if any(key != name for name, key in inside.items()):
+        state = {inside.get(unwrapped_name(name), name): value for name, value in state.items()}
     return inner.load_state_dict(state, strict=strict)
 
 
@@ -115,8 +128,8 @@ def shard_incoming_state(module: nn.Module, state_dict: dict[str, Any], prefix: 
 def full_parameters(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     """Inside, the model holds whole plain parameters: for evaluation, export and surgery on values.
 
-    Attribute reads, `named_parameters()` and `state_dict()` give whole tensors in the storage dtype, without gradients.
-    Every rank enters; the whole model is in memory on each.
+    Attribute reads, `named_parameters()` and `state_dict()` give whole tensors in the storage dtype, without gradients;
+    forward computes in the policy's dtype, as ever. Every rank enters; the whole model is in memory on each.
 
     Args:
         module: a module that holds wrapped modules.
@@ -138,7 +151,7 @@ def full_parameters(module: nn.Module, *, writeback: bool = True) -> Iterator[No
         yield
     finally:
         for owner, name, param, _slot in before:
-            current, owner._parameters[name] = owner._parameters[name], param
+            current, owner._parameters[name] = owner._parameters.get(name), param
             if writeback and current is not None:
                 whole[id(param)] = current
         if writeback:

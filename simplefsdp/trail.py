@@ -8,6 +8,8 @@ wrong values without an error. What is noted until the first optimizer step, whe
                    cached code is traced all the same. Equal blocks share code, which the first of them traces
     both           which parameters have a gradient
 
+A model that no optimizer steps (one for inference, a teacher) is noted up to a number of entries.
+
 Ranks may differ in what they compile, recompile or run eagerly, as long as parameters are first read in one order.
 """
 
@@ -24,6 +26,10 @@ from .ranks import digest, extremes, first_difference
 __all__ = ["Trail"]
 
 
+MOST_STEPS = 20_000
+"""What is noted at most: ranks that do the same stop at the same place."""
+
+
 class _Named(Protocol):
     fqn: str
 
@@ -38,9 +44,8 @@ class Trail:
 
     def record(self, slot: _Named, full: torch.Tensor) -> None:
         """Note a read, and have its reduction noted when the gradient arrives."""
-        self.steps.append(f"gather of '{slot.fqn}'")
         self.first_reads[slot.fqn] = None
-        if full.requires_grad:
+        if self._note(f"gather of '{slot.fqn}'") and full.requires_grad:
             full.register_hook(self._reduction_of(slot))
 
     def record_traced(self, slot: _Named) -> None:
@@ -50,9 +55,16 @@ class Trail:
 
     def _reduction_of(self, slot: _Named) -> Callable[[torch.Tensor], None]:
         def note(_: torch.Tensor) -> None:
-            self.steps.append(f"reduction of '{slot.fqn}'")
+            self._note(f"reduction of '{slot.fqn}'")
 
         return note
+
+    def _note(self, step: str) -> bool:
+        """Note a step if there is room; whether there was."""
+        if len(self.steps) == MOST_STEPS:
+            return False
+        self.steps.append(step)
+        return True
 
     def check_equal(self, mesh: DeviceMesh, with_gradient: Iterable[str]) -> None:
         """Compare with the other ranks of the mesh: one all-reduce of 48 bytes for each of its dims.

@@ -16,10 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from simplefsdp.llama.state_markers import StateMismatchError, check_same_names
-
-# Name segments that wrappers insert (torch.compile, activation checkpointing). They are not part of a
-# parameter's name: a checkpoint fits the model with and without them.
-_WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+from simplefsdp.state import unwrapped_name
 
 
 def train_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
@@ -39,7 +36,9 @@ def train_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     Raises:
         StateMismatchError: the optimizer holds a parameter that is not in the model.
     """
-    state: dict[str, Any] = {"model": {_clean(key): value for key, value in model.state_dict().items()}}
+    state: dict[str, Any] = {
+        "model": {unwrapped_name(key): value for key, value in model.state_dict().items()}
+    }
     if optimizer is not None:
         state["optimizer"] = _optimizer_state(model, optimizer)
     return state
@@ -56,7 +55,7 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: di
     Raises:
         StateMismatchError: names or groups differ; nothing has changed then.
     """
-    raw_keys = {_clean(key): key for key in model.state_dict()}
+    raw_keys = {unwrapped_name(key): key for key in model.state_dict()}
     check_same_names("model", state["model"].keys(), raw_keys.keys())
     packed = None if optimizer is None else _packed_optimizer_state(model, optimizer, state["optimizer"])
     model.load_state_dict({raw_keys[name]: value for name, value in state["model"].items()})
@@ -101,13 +100,9 @@ def restore_rng(state: dict[str, Any] | None, *, seed: int, step: int) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _clean(name: str) -> str:
-    return ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
-
-
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """Names of the optimizer's parameters, group by group in its own order."""
-    name_of = {id(parameter): _clean(name) for name, parameter in model.named_parameters()}
+    name_of = {id(parameter): unwrapped_name(name) for name, parameter in model.named_parameters()}
     names = []
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -139,3 +141,70 @@ def test_a_step_before_the_reduction_is_refused(workers):
 def test_no_sync_of_an_unwrapped_module_is_refused():
     with pytest.raises(ValueError, match="no_sync: Linear holds no module wrapped"), no_sync(nn.Linear(2, 2)):
         pass
+
+
+def _hooks(rank: int, world: int):
+    model = simple_fsdp(nn.Linear(3, 3), mesh(2))
+    weight = model._parameters["weight"]
+    seen = []
+    weight.register_hook(lambda grad: 2 * grad)
+    weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.full_tensor()))
+    x = torch.full((2, 3), float(rank + 1))
+    for micro in range(3):
+        with no_sync(model) if micro < 2 else contextlib.nullcontext():
+            model(x).sum().backward()
+        assert len(seen) == (micro == 2)
+    return seen[0], weight.grad.full_tensor()
+
+
+def test_hooks_on_parameters_run_once_with_the_reduced_gradient(workers):
+    for seen, grad in workers(2).run(_hooks):
+        assert torch.equal(seen, torch.full((3, 3), 2 * 3 * 3.0))  # mean of 2 and 4, three times, doubled
+        assert torch.equal(grad, seen)
+
+
+class Failing(torch.autograd.Function):
+    """Identity whose backward raises while `fails` is set."""
+
+    fails = False
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        if Failing.fails:
+            raise ArithmeticError("no gradient")
+        return grad
+
+
+def _start_over(rank: int, world: int, failing: bool):
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    model = simple_fsdp(nn.ModuleDict({"first": first, "second": second}), mesh(2))
+    x = torch.full((2, 3), float(rank + 1))
+
+    def backward() -> None:
+        model["second"](Failing.apply(model["first"](x))).sum().backward()
+
+    Failing.fails = failing
+    if failing:  # the accumulators of the second layer have their gradients, those of the first never get one
+        with no_sync(model):
+            pass
+        with pytest.raises(ArithmeticError):
+            backward()
+    else:
+        with no_sync(model):
+            backward()
+    Failing.fails = False
+    model.zero_grad()
+    with no_sync(model):
+        backward()
+    backward()
+    return model["second"].bias.grad.full_tensor()
+
+
+@pytest.mark.parametrize("failing", [False, True], ids=["abandoned", "backward raised"])
+def test_zero_grad_drops_a_window_and_the_next_one_is_whole(workers, failing):
+    for grad in workers(2).run(_start_over, failing):
+        assert grad.tolist() == [4.0] * 3  # 2 rows, 2 micro-batches

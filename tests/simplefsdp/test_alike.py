@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from simplefsdp import simple_fsdp
+from simplefsdp import simple_fsdp, trail
+from simplefsdp.parametrize import module_state
 from tests.helpers.meshes import mesh
 
 
@@ -42,6 +43,22 @@ def wrap_without_values(rank: int, world: int) -> None:
         simple_fsdp(layers(), mesh(world))
 
 
+def read_without_steps(rank: int, world: int) -> None:
+    trail.MOST_STEPS = 10
+    model = simple_fsdp(layers(), mesh(world))
+    for _ in range(5):
+        model(torch.ones(2, 4)).sum().backward()
+    assert len(module_state(model).wrap.trail.steps) == 10
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert module_state(model).wrap.trail is None
+
+
+def wrap_sparse_buffer(rank: int, world: int) -> None:
+    model = layers()
+    model.register_buffer("adjacency", torch.eye(4).to_sparse())
+    simple_fsdp(model, mesh(world))(torch.ones(2, 4)).sum().backward()
+
+
 def test_different_values_are_named(workers):
     workers(4).run(wrap_different_values)
 
@@ -52,3 +69,11 @@ def test_different_shapes_are_refused_on_every_rank(workers):
 
 def test_models_without_values_are_alike(workers):
     workers(2).run(wrap_without_values)
+
+
+def test_models_that_no_optimizer_steps_note_a_bounded_number_of_reads(workers):
+    workers(2).run(read_without_steps)
+
+
+def test_a_sparse_buffer_shares_no_memory_with_parameters(workers):
+    workers(2).run(wrap_sparse_buffer)

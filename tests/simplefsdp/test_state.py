@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from simplefsdp import (
+    MixedPrecisionPolicy,
     full_parameters,
     full_state_dict,
     load_full_state_dict,
@@ -226,6 +227,118 @@ def _whole(rank: int, world: int):
 
 def test_full_parameters_for_evaluation_and_export(workers):
     workers(2).run(_whole)
+
+
+class Encoder(nn.Module):
+    """Reads a parameter of its own in a method that is not forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.inside = self.encode(x).dtype
+        return self.encode(x)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+    @staticmethod
+    def helper(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def _methods(rank: int, world: int):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+    model = simple_fsdp(Encoder(), mesh(world), mp_policy=policy)
+    register_forward_method(model, "encode")
+    register_forward_method(model, "encode")
+    x = torch.ones(2, 4)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin._parameters["weight"].mul_(3)
+    file = io.BytesIO()
+    torch.save(twin, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for net, factor in ((model, 1.0), (twin, 3.0), (loaded, 3.0)):
+        assert type(net) is type(model)
+        for out in (net.encode(x), net(x), torch.compile(net, backend="eager", fullgraph=True)(x)):
+            assert out.dtype is torch.float32
+            assert torch.equal(out, factor * x)
+        assert net.inside is torch.bfloat16, "casts are the outermost call's"
+    model.encode(x).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 4), 2.0))
+    for name in ("helper", "training", "Encoder"):
+        with pytest.raises((TypeError, AttributeError), match=name):
+            register_forward_method(model, name)
+    model.encode = lambda x: x
+    with pytest.raises(TypeError, match="'encode' of Encoder is not a method that its class defines"):
+        register_forward_method(model, "encode")
+
+
+def test_registered_methods_cast_as_forward_does_and_go_with_copies(workers):
+    workers(2).run(_methods)
+
+
+def _whole_in_bf16(rank: int, world: int):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = simple_fsdp(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), mesh(world), mp_policy=policy)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    expected = model(x)
+    with full_parameters(model):
+        assert torch.equal(model(x), expected), "computes as outside"
+        assert model[0].weight.dtype is torch.float32
+        model[0].bias = nn.Parameter(torch.ones(4))
+        model.load_state_dict({**model.state_dict(), "1.bias": torch.full((2,), 5.0)}, assign=True)
+    assert torch.equal(model[0].bias.full_tensor(), torch.ones(4))
+    assert torch.equal(model[1].bias.full_tensor(), torch.full((2,), 5.0))
+    state = {name: value.clone() for name, value in full_state_dict(model, rank0_only=False).items()}
+    out = torch.func.functional_call(model, state, x)
+    assert torch.equal(out, model(x))
+
+    plain = simple_fsdp(nn.Linear(4, 4), mesh(world))
+    with full_parameters(plain, writeback=False):
+        plain.half()
+        assert plain.state_dict()["weight"].dtype is torch.float16
+    plain(x).sum().backward()
+    assert plain(x).dtype is plain.weight.dtype is torch.float32
+
+
+def test_whole_parameters_compute_as_shards_do_and_leave_them_alone(workers):
+    workers(2).run(_whole_in_bf16)
+
+
+def _tied(rank: int, world: int):
+    model = simple_fsdp(make_net(tied=True), mesh(world))
+    with pytest.raises(ValueError, match=r"'embed.weight', which 2 modules share"):
+        model.head.weight = nn.Parameter(torch.zeros_like(make_net(tied=True).head.weight))
+    model.head.weight = model.embed.weight  # what tie_weights() of transformers does
+    expected = {name: 2 * value for name, value in make_net(tied=True).state_dict().items()}
+    model.load_state_dict(expected, assign=True)
+    assert model.head._parameters["weight"] is model.embed._parameters["weight"]
+    _same(full_state_dict(model, rank0_only=False), expected)
+
+
+def test_an_assignment_does_not_change_or_break_a_tie(workers):
+    workers(2).run(_tied)
+
+
+def _compiled_part(rank: int, world: int):
+    expected = make_net().state_dict()
+    model = simple_fsdp(make_net(), mesh(world))
+    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    assert any("_orig_mod" in name for name in model.state_dict())
+    _same(full_state_dict(model, rank0_only=False), expected)
+    doubled = {name: 2 * value for name, value in expected.items()}
+    result = load_full_state_dict(model, doubled)
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    _same(full_state_dict(model, rank0_only=False), doubled)
+
+
+def test_full_state_dicts_have_no_wrappers_names(workers):
+    workers(2).run(_compiled_part)
 
 
 def _copies(rank: int, world: int):

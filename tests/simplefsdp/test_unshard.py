@@ -280,6 +280,9 @@ def _infers(rank: int, world: int) -> None:
         expected = model(torch.ones(2, 3))[0]
     with torch.inference_mode():
         assert torch.equal(model(torch.ones(2, 3))[0], expected)
+        inside = simple_fsdp(nn.Sequential(nn.Linear(3, 5), nn.LSTM(5, 3)), mesh(world))
+        inside.load_state_dict(model.state_dict())
+        assert torch.equal(inside(torch.ones(2, 3))[0], expected), "made in inference mode itself"
     model(torch.ones(2, 3))[0].sum().backward()
 
 
