@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.contestants import Setting, contestants
-from benchmarks.names import AUTO, FSDP2_COMPILED, NO_PASSES
+from benchmarks.names import AUTO, CONTESTANTS, FSDP2_COMPILED, NO_PASSES, add_only
 from benchmarks.netbed import Bed, RankFailure, open_bed
 from benchmarks.record import RESULTS, command_line, conditions, markdown, write
 from benchmarks.workload import Workload, add_arguments, from_options, optimizer_of
@@ -211,9 +211,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--layers", type=int, nargs="+", default=list(LAYERS))
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--profile", default="cpu_gloo", help="hardware profile of the planners")
-    parser.add_argument(
-        "--only", nargs="*", default=[], help=f"contestants; {', '.join(NAMES)} when not given"
-    )
+    add_only(parser, (*CONTESTANTS, OURS_BY_BLOCK), NAMES)
     parser.add_argument("--limit", type=float, default=400.0, help="seconds for each process")
     parser.add_argument("--out", type=pathlib.Path, help=f"result file; in {RESULTS.name}/ when not given")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

@@ -108,7 +108,9 @@ def _fsdp2(setting: Setting, *, compiled: bool) -> Callable[[Llama, DeviceMesh],
             if compiled:
                 layer.compile()
             fully_shard(layer, mesh=mesh, reshard_after_forward=setting.reshard, mp_policy=setting.policy)
-        fully_shard(model, mesh=mesh, reshard_after_forward=setting.reshard, mp_policy=setting.policy)
+        # Unless told, FSDP2 keeps the root's parameters gathered until backward, which needs them first.
+        root = {} if setting.reshard else {"reshard_after_forward": False}
+        fully_shard(model, mesh=mesh, mp_policy=setting.policy, **root)
         return model
 
     return build
@@ -151,7 +153,8 @@ def _ours_stock(
 def _per_block(setting: Setting) -> Callable[[Llama, DeviceMesh], dict[str, Any]]:
     def options(model: Llama, mesh: DeviceMesh) -> dict[str, Any]:
         stock.give_device_numbers(load_profile(setting.profile))
-        return stock.per_block_bucketing([f"layers.{number}" for number in range(len(model.layers))])
+        layers = [f"layers.{number}" for number in range(len(model.layers))]
+        return stock.per_block_bucketing(["embed_tokens", *layers, ("norm", "lm_head")])
 
     return options
 

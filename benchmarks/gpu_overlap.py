@@ -44,8 +44,8 @@ from benchmarks.contestants import Contestant, Setting, contestants
 from benchmarks.kernel_trace import Covered, activities, collectives
 from benchmarks.lanes import Lane, Stream, Thread
 from benchmarks.modelled_group import World, first_shard, modelled_world, repeat_first_shards
-from benchmarks.names import AUTO, COMPUTE, FSDP2, NO_PASSES, NONE
-from benchmarks.record import RESULTS, command_line, conditions, markdown, quartiles, write
+from benchmarks.names import AUTO, COMPUTE, FSDP2, NO_PASSES, NONE, add_only
+from benchmarks.record import RESULTS, command_line, conditions, markdown, write
 from benchmarks.rounds import in_turn, not_reached, reason_of
 from benchmarks.workload import Workload, add_arguments, from_options, optimizer_of
 from inductor_passes.costs.measure import EFFORTS, copy_bandwidth
@@ -286,7 +286,7 @@ def record(bench: Bench, command: str, load: Sequence[float], profile: str, note
     rows: list[Sequence[object]] = []
     for name, entry in bench.entries.items():
         step, instant = statistics.median(entry.timed_s), statistics.median(entry.instant_s)
-        low, high = quartiles(entry.timed_s)
+        low, high = min(entry.timed_s), max(entry.timed_s)
         traced = f"{sum(item.exposed_us for item in entry.trace) / 1e3:.2f}" if entry.trace else ""
         rows.append(
             (
@@ -308,7 +308,7 @@ def record(bench: Bench, command: str, load: Sequence[float], profile: str, note
         *(
             "",
             "step, ms",
-            "quartiles",
+            "lowest to highest",
             "network free, ms",
             "exposed, ms",
             "communication, ms",
@@ -359,7 +359,6 @@ def run(
     else:
         torch.set_float32_matmul_precision("high")
         stream = Stream(device, copy_bandwidth(device, EFFORTS["cuda"]))
-        notes.append(f"the spinning kernel takes {stream.cycles_per_ns:.3f} cycles per ns")
         lane = stream
     policy = (
         MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -378,7 +377,11 @@ def run(
             else:
                 bench.add(known[name])
         if isinstance(lane, Stream):
+            idle = lane.cycles_per_ns
             lane.calibrate()  # at the clock of a busy GPU
+            notes.append(
+                f"the spinning kernel takes {lane.cycles_per_ns:.3f} cycles per ns ({idle:.3f} before the set-up)"
+            )
         bench.measure()
         text = record(bench, command, (before, os.getloadavg()[0]), options.profile, notes)
         return text, order_text(bench)
@@ -393,9 +396,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--profile", default="h100_sxm", help="hardware profile that times collectives")
     parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument(
-        "--only", nargs="*", default=[], help=f"contestants; {', '.join(ORDER)} when not given"
-    )
+    add_only(parser, default=ORDER)
     parser.add_argument(
         "--limit", type=float, default=300.0, help="seconds after which nobody else is set up"
     )
@@ -420,7 +421,7 @@ def main(arguments: list[str]) -> int:
     if options.rehearse and options.out is None:
         print(text)
         return 0
-    out = options.out or RESULTS / f"gpu_overlap_{options.profile}_{options.ranks}.md"
+    out = options.out or RESULTS / f"gpu_overlap_{pathlib.Path(options.profile).stem}_{options.ranks}.md"
     write(out, text)
     if order.strip():
         out.with_suffix(".order.txt").write_text(order, encoding="utf-8")

@@ -29,7 +29,7 @@ from benchmarks import allocations
 from benchmarks.contestants import Contestant, Setting, contestants
 from benchmarks.lanes import Instant
 from benchmarks.modelled_group import modelled_world
-from benchmarks.names import AUTO, FSDP2, NO_PASSES
+from benchmarks.names import AUTO, FSDP2, NO_PASSES, add_only
 from benchmarks.netbed import RankFailure, open_bed
 from benchmarks.record import RESULTS, command_line, conditions, markdown, write
 from benchmarks.workload import Workload, add_arguments, from_options, optimizer_of
@@ -158,7 +158,7 @@ def main(arguments: list[str]) -> int:
         "--budget-mb", type=float, help="budget of our passes, 10**6 bytes; a block when not given"
     )
     parser.add_argument("--profile", default="cpu_gloo", help="hardware profile of the planners")
-    parser.add_argument("--only", nargs="*", default=[], help="names of contestants, all when not given")
+    add_only(parser)
     parser.add_argument("--limit", type=float, default=400.0, help="seconds for each contestant")
     parser.add_argument("--out", type=pathlib.Path, help=f"result file; in {RESULTS.name}/ when not given")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -189,10 +189,10 @@ def main(arguments: list[str]) -> int:
                 continue
             found[name] = Footprint(*footprint)
             print(f"{name}: {found[name]}", file=sys.stderr)
-    kind = "reshard" if workload.reshard else "keep"
+    kind, part = "reshard" if workload.reshard else "keep", "_part" if options.only else ""
     command = command_line("memory", arguments)
     load = before, os.getloadavg()[0]
-    out = options.out or RESULTS / f"memory_{options.ranks}_{kind}.md"
+    out = options.out or RESULTS / f"memory_{options.ranks}_{kind}{part}.md"
     write(out, record(workload, command, load, options.ranks, budget, found, failures))
     return 0
 

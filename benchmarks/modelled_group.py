@@ -9,7 +9,7 @@ mean of gradients is the own gradient, and a reduce-scatter keeps the first part
 every parameter is its first shard, repeated (`repeat_first_shards`), and memory, kernels and their order are those of
 one rank of a real world.
 
-    with modelled_world(64, Price.of_profile("h100_sxm", 64), Instant()) as world:
+    with modelled_world(64, "h100_sxm", Instant()) as world:
         mesh = init_device_mesh("cpu", (64,))
 """
 

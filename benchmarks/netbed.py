@@ -11,14 +11,15 @@ netem. TCP runs reno without slow start after idle: the default ramps down betwe
 frames: fewer of them take less of the processor from compute. The bucket holds little: what it has saved up while the
 link was idle goes through at once, so a large one makes a slow network of small messages with pauses a fast one.
 
-Everything lives in namespaces of this process's own name and goes with them: at the end, on an exception, on SIGTERM,
-or, after a SIGKILL, when the next bed is made. Needs root, `ip` and `tc` (Debian: iproute2).
+Everything lives in namespaces of this process's own name and goes with them: at the end, on an exception, on SIGTERM or
+SIGHUP. Ranks end with this process however it ends; after a SIGKILL the next bed removes the namespaces. Needs root, `ip` and `tc` (Debian: iproute2).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -26,6 +27,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from typing import TYPE_CHECKING, Any
@@ -48,6 +50,8 @@ _SYSCTLS = (
 )
 _POLL_S = 0.05
 _GRACE_S = 5.0
+_PR_SET_PDEATHSIG = 1
+"""`prctl`: the signal that a process gets when its parent is gone (linux/prctl.h)."""
 
 
 class RankFailure(RuntimeError):
@@ -103,6 +107,7 @@ class Bed:
                 subprocess.Popen(
                     [*self._enter(rank), *command],
                     stdout=written if rank == 0 else subprocess.DEVNULL,
+                    preexec_fn=_end_with_parent,
                     env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 )
                 for rank in range(self.ranks)
@@ -190,13 +195,12 @@ def open_bed(ranks: int, rate: str | None) -> Iterator[Bed]:
     reason = why_not() if rate is not None else None
     if reason is not None:
         print(f"no emulated network: {reason}; using loopback")
-    bed = Bed(ranks) if rate is None or reason is not None else NetBed(ranks, rate)
-    before = signal.signal(signal.SIGTERM, _leave)
-    try:
-        yield bed
-    finally:
-        bed.close()
-        signal.signal(signal.SIGTERM, before)
+    with _leave_on_signals():
+        bed = Bed(ranks) if rate is None or reason is not None else NetBed(ranks, rate)
+        try:
+            yield bed
+        finally:
+            bed.close()
 
 
 def why_not() -> str | None:
@@ -220,6 +224,9 @@ def remove_stale() -> None:
     for name in _namespaces():
         match = re.fullmatch(rf"{_PREFIX}(\d+)-\w+", name)
         if match and not os.path.exists(f"/proc/{match[1]}"):
+            for process in _call("ip", "netns", "pids", name).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(process), signal.SIGKILL)
             _call("ip", "netns", "del", name)
 
 
@@ -263,8 +270,25 @@ def _call(*command: str) -> str:
     return done.stdout
 
 
+@contextlib.contextmanager
+def _leave_on_signals() -> Iterator[None]:
+    """Have the signals that end a process raise SystemExit, so that everything is cleaned up; SIGINT raises anyhow."""
+    before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _leave(signum: int, frame: object) -> None:
     raise SystemExit(128 + signum)
+
+
+def _end_with_parent() -> None:
+    """In a rank before its program starts: be killed when this process is gone, however it went (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> str:

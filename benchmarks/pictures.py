@@ -19,10 +19,10 @@ _OTHER = "#bfc7d1"
 def draw_steps(
     times: Mapping[str, tuple[float, float, float]], floor: float, title: str, path: pathlib.Path
 ) -> None:
-    """Bars of step times, with quartiles, and a line at what no contestant without shortcuts can beat.
+    """Bars of step times, from the lowest to the highest, and a line at what no contestant without shortcuts can beat.
 
     Args:
-        times: lower quartile, median and upper quartile in seconds, by contestant.
+        times: lowest, median and highest in seconds, by contestant.
         floor: seconds of the longer of compute alone and communication alone.
         title: above the picture.
         path: PNG to write.
@@ -44,7 +44,7 @@ def draw_steps(
     )
     axes.set_xlim(right=1.12 * max(high for _, _, high in times.values()))
     figure.legend(loc="outside lower left", fontsize=8, frameon=False)
-    axes.set_xlabel("seconds per step (median, quartiles)")
+    axes.set_xlabel("seconds per step (median, lowest to highest)")
     figure.suptitle(title, fontsize=9)
     _save(figure, path)
 

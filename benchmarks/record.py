@@ -10,7 +10,6 @@ import os
 import pathlib
 import platform
 import shlex
-import statistics
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,14 +55,6 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]
     """The lines of a Markdown table."""
     body = [f"| {' | '.join(map(str, row))} |" for row in rows]
     return [f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |", *body]
-
-
-def quartiles(times: Sequence[float]) -> tuple[float, float]:
-    """The first and the third quartile; both the value itself where there is only one."""
-    if len(times) < 2:
-        return times[0], times[0]
-    low, _, high = statistics.quantiles(times, n=4)
-    return low, high
 
 
 def write(path: pathlib.Path, text: str) -> None:

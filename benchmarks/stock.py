@@ -85,11 +85,12 @@ def overlap_scheduling(profile: HardwareProfile, ranks: int, block_bytes: int) -
     return _KEEP_ORDER | chosen
 
 
-def per_block_bucketing(blocks: Sequence[str]) -> dict[str, Any]:
-    """Options for stock manual bucketing: one bucket for each named module, gathered one module ahead.
+def per_block_bucketing(blocks: Sequence[str | tuple[str, ...]]) -> dict[str, Any]:
+    """Options for stock manual bucketing: one bucket for each block, gathered one block ahead.
 
     Args:
-        blocks: fully qualified names.
+        blocks: modules by fully qualified name, or several that share a bucket. The pass leaves the collectives of
+            modules that are not named where they are, one by one.
     """
     return _KEEP_ORDER | {"post_grad_custom_post_pass": _ManualBuckets(tuple(blocks))}
 
@@ -138,14 +139,15 @@ class _CollectiveTimes:
 
 
 class _ManualBuckets(CustomGraphPass):
-    def __init__(self, blocks: tuple[str, ...]) -> None:
+    def __init__(self, blocks: tuple[str | tuple[str, ...], ...]) -> None:
         self._blocks = blocks
 
     def __call__(self, graph: fx.Graph) -> None:
         from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
 
         assert graph.owning_module is not None
-        manual_overlap_bucketing(graph.owning_module, list(self._blocks), insert_overlap_deps=True)
+        plans = [block if isinstance(block, str) else list(block) for block in self._blocks]
+        manual_overlap_bucketing(graph.owning_module, plans, insert_overlap_deps=True)
 
     def uuid(self) -> bytes:
         return hashlib.sha256(f"per-block buckets {self._blocks} {torch.__version__}".encode()).digest()

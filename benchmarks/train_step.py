@@ -4,8 +4,8 @@
     python -m benchmarks.train_step --ranks 2                       # loopback
 
 Measured in one run, in rounds: each round times every contestant once, in an order that turns with the round, with a
-barrier before each window; a window's time is its slowest rank's. The table gives the median over rounds and the
-quartiles. "compute alone" is the compiled model on every rank at once without communication, with the optimizer on the
+barrier before each window; a window's time is its slowest rank's. The table gives the median over rounds, the lowest
+and the highest. "compute alone" is the compiled model on every rank at once without communication, with the optimizer on the
 shards; "compute alone, eager" the same, not compiled; "communication alone" is one gather per block in forward, one in
 backward (when resharding) and one reduction per block, all started at once. Warm-up and compilation come before and are
 not in the times. The machine is calibrated first, on the same network; our planners, the stock passes and the
@@ -34,11 +34,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.contestants import Contestant, Setting, contestants
 from benchmarks.machine import Machine, busy_s, lone_times, machine_of
-from benchmarks.names import COMMUNICATION, COMPUTE, EAGER_COMPUTE, OPTIMIZER
+from benchmarks.names import COMMUNICATION, COMPUTE, EAGER_COMPUTE, OPTIMIZER, add_only
 from benchmarks.netbed import open_bed, rate_argument
 from benchmarks.pictures import draw_steps
 from benchmarks.prediction import Outlook, Schedules, judge, predict
-from benchmarks.record import RESULTS, command_line, conditions, markdown, quartiles, write
+from benchmarks.record import RESULTS, command_line, conditions, markdown, write
 from benchmarks.rounds import in_turn, not_reached, reason_of
 from benchmarks.targets import targets
 from benchmarks.workload import Workload, add_arguments, from_options, optimizer_of
@@ -220,14 +220,22 @@ def table(found: dict[str, Any]) -> list[str]:
     floor = max(medians[COMPUTE], medians[COMMUNICATION])
     rows = []
     for name, times in found["times"].items():
-        low, high = quartiles(times)
+        low, high = min(times), max(times)
         loss = f"{found['losses'][name]:.6f}" if name in found["losses"] else ""
         setup = f"{found['setup_s'][name]:.0f}" if name in found["setup_s"] else ""
         spread = f"{low:.3f} to {high:.3f}"
         step, ratio = f"{medians[name]:.3f}", f"{medians[name] / floor:.2f}"
         rows.append((name, step, spread, ratio, f"{busy[name]:.3f}", loss, setup))
     rows += [(name, f"failed: {reason}", *[""] * 5) for name, reason in found["failures"].items()]
-    head = ("", "step, s", "quartiles", "/ max(compute, communication)", "busy, s", "loss", "set-up, s")
+    head = (
+        "",
+        "step, s",
+        "lowest to highest",
+        "/ max(compute, communication)",
+        "busy, s",
+        "loss",
+        "set-up, s",
+    )
     return markdown(head, rows)
 
 
@@ -316,7 +324,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         type=rate_argument,
         help="bits per second of each link, for example 1gbit; loopback when not given",
     )
-    parser.add_argument("--only", nargs="*", default=[], help="names of contestants, all when not given")
+    add_only(parser)
     parser.add_argument(
         "--profile", help="hardware profile for planners and predictions; measured when not given"
     )
@@ -337,9 +345,11 @@ def main(arguments: list[str]) -> int:
         work(workload, options.profile, options.only, options.limit)
         return 0
     command = command_line("train_step", arguments)
-    kind = "reshard" if workload.reshard else "keep"
+    kind, part = "reshard" if workload.reshard else "keep", "_part" if options.only else ""
     network = options.rate or "loopback"
-    out = options.out or RESULTS / f"train_step_{options.ranks}_{network}_batch{workload.batch}_{kind}.md"
+    out = (
+        options.out or RESULTS / f"train_step_{options.ranks}_{network}_batch{workload.batch}_{kind}{part}.md"
+    )
     with open_bed(options.ranks, options.rate) as bed, tempfile.TemporaryDirectory() as folder:
         profile = options.profile
         if profile is None:
@@ -350,6 +360,8 @@ def main(arguments: list[str]) -> int:
         # Twice the limit, and as much again for the contestant being set up and the window running when it passes.
         found = bed.result(worker, 3 * options.limit)
         found["profile"] = json.loads(load_profile(profile).to_json())
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.with_suffix(".json").write_text(json.dumps(found) + "\n", encoding="utf-8")
         print("measured; predicting", file=sys.stderr)
         medians = medians_of(found["times"])
         cores = len(os.sched_getaffinity(0)) / options.ranks
@@ -362,11 +374,9 @@ def main(arguments: list[str]) -> int:
     bars = {}
     for name, times in found["times"].items():
         if name != OPTIMIZER:
-            low, high = quartiles(times)
-            bars[name] = (low, medians[name], high)
+            bars[name] = (min(times), medians[name], max(times))
     title = f"{bed.description}: communication / compute = {medians[COMMUNICATION] / medians[COMPUTE]:.2f}"
     draw_steps(bars, max(medians[COMPUTE], medians[COMMUNICATION]), title, picture)
-    out.with_suffix(".json").write_text(json.dumps(found) + "\n", encoding="utf-8")
     write(out, text)
     return 0
 

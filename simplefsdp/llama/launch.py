@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import collections
 import os
+import pathlib
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Sequence
@@ -96,6 +98,12 @@ def check_cpp_compiler(options: TrainOptions) -> None:
     if needed and find_device_type(options.device) == "cpu" and shutil.which(compiler.split()[0]) is None:
         raise UsageError(
             f"torch.compile needs a C++ compiler on CPUs, and there is no {compiler}: install it, or use --no-compile"
+        )
+    headers = pathlib.Path(sysconfig.get_path("include"), "Python.h")
+    if needed and find_device_type(options.device) == "cpu" and not headers.exists():
+        raise UsageError(
+            f"torch.compile needs Python's headers on CPUs, and there is no {headers}: install them (Debian: "
+            "python3-dev), or use --no-compile"
         )
 
 
