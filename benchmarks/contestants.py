@@ -109,8 +109,8 @@ def _fsdp2(setting: Setting, *, compiled: bool) -> Callable[[Llama, DeviceMesh],
                 layer.compile()
             fully_shard(layer, mesh=mesh, reshard_after_forward=setting.reshard, mp_policy=setting.policy)
         # Unless told, FSDP2 keeps the root's parameters gathered until backward, which needs them first.
-        root = {} if setting.reshard else {"reshard_after_forward": False}
-        fully_shard(model, mesh=mesh, mp_policy=setting.policy, **root)
+        root = None if setting.reshard else False
+        fully_shard(model, mesh=mesh, reshard_after_forward=root, mp_policy=setting.policy)
         return model
 
     return build

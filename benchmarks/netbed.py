@@ -12,7 +12,8 @@ frames: fewer of them take less of the processor from compute. The bucket holds 
 link was idle goes through at once, so a large one makes a slow network of small messages with pauses a fast one.
 
 Everything lives in namespaces of this process's own name and goes with them: at the end, on an exception, on SIGTERM or
-SIGHUP. Ranks end with this process however it ends; after a SIGKILL the next bed removes the namespaces. Needs root, `ip` and `tc` (Debian: iproute2).
+SIGHUP. Ranks end with this process however it ends; after a SIGKILL the next bed removes the namespaces. Needs root,
+`ip` and `tc` (Debian: iproute2).
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
 
 Measured in one run, in rounds: each round times every contestant once, in an order that turns with the round, with a
 barrier before each window; a window's time is its slowest rank's. The table gives the median over rounds, the lowest
-and the highest. "compute alone" is the compiled model on every rank at once without communication, with the optimizer on the
-shards; "compute alone, eager" the same, not compiled; "communication alone" is one gather per block in forward, one in
-backward (when resharding) and one reduction per block, all started at once. Warm-up and compilation come before and are
-not in the times. The machine is calibrated first, on the same network; our planners, the stock passes and the
+and the highest. "compute alone" is the compiled model on every rank at once without communication, with the optimizer
+on the shards; "compute alone, eager" the same, not compiled; "communication alone" is one gather per block in forward,
+one in backward (when resharding) and one reduction per block, all started at once. Warm-up and compilation come before
+and are not in the times. The machine is calibrated first, on the same network; our planners, the stock passes and the
 predictions use that profile. A result comes with the targets it met and missed, the simulator's predictions, a picture,
 and a file with every single time.
 """
