@@ -207,7 +207,7 @@ def main(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         conflict_handler="resolve",
     )
-    add_arguments(parser, _SMALL)
+    add_arguments(parser, _SMALL, timed=False)
     parser.add_argument("--layers", type=int, nargs="+", default=list(LAYERS))
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--profile", default="cpu_gloo", help="hardware profile of the planners")

@@ -162,7 +162,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--limit", type=float, default=400.0, help="seconds for each contestant")
     parser.add_argument("--out", type=pathlib.Path, help=f"result file; in {RESULTS.name}/ when not given")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    add_arguments(parser)
+    add_arguments(parser, timed=False)
     options = parser.parse_args(arguments)
     workload = from_options(options)
     budget = workload.block_bytes if options.budget_mb is None else round(options.budget_mb * 10**6)

@@ -86,10 +86,15 @@ class Workload:
         ]
 
 
-def add_arguments(parser: argparse.ArgumentParser, defaults: Workload | None = None) -> None:
-    """Give a parser one option for each field of a workload."""
+def add_arguments(
+    parser: argparse.ArgumentParser, defaults: Workload | None = None, *, timed: bool = True
+) -> None:
+    """Give a parser one option for each field of a workload; those about timing where a script times steps."""
     defaults = defaults or Workload()
     for field in dataclasses.fields(Workload):
+        if field.name in ("rounds", "steps") and not timed:
+            parser.set_defaults(**{field.name: getattr(defaults, field.name)})
+            continue
         name, default = f"--{field.name.replace('_', '-')}", getattr(defaults, field.name)
         if isinstance(default, bool):
             parser.add_argument(name, action=argparse.BooleanOptionalAction, default=default)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -65,3 +68,47 @@ def test_without_a_network_the_reason_is_printed(monkeypatch, capsys):
     with open_bed(2, "1gbit") as bed:
         assert bed.description == "loopback, no rate limit"
     assert "network namespaces need root; using loopback" in capsys.readouterr().out
+
+
+PARENT = """
+import sys
+import time
+from benchmarks.netbed import open_bed
+rank = "import os, time; print(os.getpid(), file=open(f'{sys.argv[1]}/{os.environ[\\"RANK\\"]}', 'w')); time.sleep(100)"
+with open_bed(2, None) as bed:
+    bed.run([sys.executable, "-c", "import sys; " + rank, sys.argv[1]], 60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks end with their parent on Linux")
+def test_ranks_end_with_a_benchmark_that_is_killed(tmp_path):
+    def gone(pid: int) -> bool:
+        try:  # a process that has ended stays listed where nobody waits for it
+            return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except FileNotFoundError:
+            return True
+
+    def wait_for(condition) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
+    files = [tmp_path / "0", tmp_path / "1"]
+    wait_for(lambda: all(file.exists() and file.read_text().strip() for file in files))
+    ranks = [int(file.read_text()) for file in files]
+    assert not any(map(gone, ranks))
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: all(map(gone, ranks)))
+
+
+@pytest.mark.skipif(why_not() is not None, reason="network namespaces cannot be made here")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_namespaces_are_made_leaves_none(monkeypatch, number):
+    name = f"sfsdp{os.getpid()}-"
+    monkeypatch.setattr("benchmarks.netbed._limit", lambda *arguments: os.kill(os.getpid(), number))
+    with pytest.raises(SystemExit), open_bed(2, "100mbit"):
+        pass
+    assert name not in namespaces()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import gpu_overlap, memory, train_step
+from benchmarks import compile_cost, gpu_overlap, memory, train_step
+from benchmarks.contestants import Setting, contestants
+from benchmarks.names import CONTESTANTS
 from benchmarks.prediction import Outlook
 from benchmarks.rounds import in_turn, not_reached, reason_of
 from benchmarks.workload import Workload
@@ -83,6 +85,14 @@ def test_the_gpu_trains_layers_of_the_8b_model():
         assert getattr(ours, name) == getattr(known, name)
     usual = Workload().config()
     assert usual.n_heads == usual.n_kv_heads == usual.dim // 64
+
+
+@pytest.mark.parametrize("script", [train_step, memory, gpu_overlap, compile_cost])
+def test_an_unknown_contestant_is_refused_before_anything_is_measured(script, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        script.main(["--only", "ours,auto"])
+    assert "'ours, auto'" in capsys.readouterr().err
+    assert list(CONTESTANTS) == [item.name for item in contestants(Setting(True, "cpu_gloo"))]
 
 
 def test_everybody_begins_a_round_in_turn():

@@ -135,6 +135,10 @@ def test_a_missing_compiler_is_named_before_anything_starts(monkeypatch: pytest.
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UsageError, match=r"no-such-compiler: install it, or use --no-compile"):
         launch.launch([], TrainOptions(device="cpu"))
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: "/no/such/headers")
+    with pytest.raises(UsageError, match=r"/no/such/headers/Python.h: install them .*, or use --no-compile"):
+        launch.launch([], TrainOptions(device="cpu"))
     launch.check_cpp_compiler(TrainOptions(device="cpu", compile=False))
     launch.check_cpp_compiler(TrainOptions(device="cpu", compile_backend="aot_eager"))
 
