@@ -78,11 +78,6 @@ def find_tag(node: fx.Node) -> Tag | None:
     return Tag(str(tag["param"]), bool(tag.get("reshard", True)), tag.get("passes", ""))
 
 
-def is_tagged(graph: fx.Graph) -> bool:
-    """Whether any node of the graph carries an unshard tag."""
-    return any(find_tag(node) is not None for node in graph.nodes)
-
-
 def operator_name(node: fx.Node) -> str:
     """Name of the operator a node calls, as in "aten::mm"; "" for anything that is no operator."""
     return getattr(getattr(node.target, "_schema", None), "name", "") if node.op == "call_function" else ""
@@ -292,11 +287,6 @@ def is_view(node: fx.Node) -> bool:
     aliases = [item.alias_info for item in schema.returns]
     aliased = bool(aliases) and all(info is not None and not info.is_write for info in aliases)
     return aliased or operator_name(node) in _UNSAFE_VIEWS
-
-
-def is_copy(node: fx.Node) -> bool:
-    """Whether the node copies a tensor without a change of values."""
-    return operator_name(node) == "aten::clone"
 
 
 def is_heavy(node: fx.Node) -> bool:

@@ -63,7 +63,8 @@ class Hook:
 
     def uuid(self) -> Any:
         """Text that differs whenever the pass could treat a graph differently."""
-        return f"{type(self).__name__} {identity(self.setups) if self.active else 'inactive'}"
+        what = f"{identity(self.setups)}{' pinned' if self.pinned else ''}" if self.active else "inactive"
+        return f"{type(self).__name__} {what}"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Hook) and self.uuid() == other.uuid()
@@ -117,16 +118,22 @@ class GraphHook(Hook, CustomGraphPass):
         self, name: str, kind: str, graph: fx.Graph, apply: Callable[[Snapshot], tuple[Any, ...]]
     ) -> None:
         """Run a pass; when it fails, bring the graph back and note the reason."""
-        snapshot = Snapshot(graph)
-        before = tuple(schedule_lines(graph))
+        snapshot: Snapshot | None = None
         items: tuple[Any, ...] = ()
+        before: tuple[str, ...] = ()
+        after: tuple[str, ...] = ()
         failure = ""
         try:
+            snapshot = Snapshot(graph)
+            before = after = tuple(schedule_lines(graph))
             items = apply(snapshot)
+            after = tuple(schedule_lines(graph))
         except Exception as error:
             failure = _describe(error, name)
-            snapshot.restore()
-        self.note(PassRecord(name, kind, items, before, tuple(schedule_lines(graph)), failure))
+            if snapshot is not None:
+                snapshot.restore()
+            items, after = (), before
+        self.note(PassRecord(name, kind, items, before, after, failure))
 
 
 class JointHook(GraphHook):
@@ -266,7 +273,7 @@ class ReorderHook(Hook):
             return
         try:
             add_kernels(path, kernel_times(graph, snodes, ProfileCostModel(setup.profile)))
-        except (OSError, ValueError) as error:
+        except Exception as error:
             self.note(PassRecord("kernel costs", _kind(graph), (), (), (), _describe(error, "kernel costs")))
 
 

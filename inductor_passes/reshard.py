@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from inductor_passes import graph as fxg
+from inductor_passes import work
 from inductor_passes._compat import CheckpointPolicy
 from inductor_passes.chains import find_gathered_values
 
@@ -67,10 +68,11 @@ def reshard_pass(graph: fx.Graph, reshard: bool | None = None) -> tuple[ReshardR
     """
     in_backward = fxg.tangent_closure(graph)
     if not in_backward:
+        _erase_unread_gathers(graph)
         return ()
     values = find_gathered_values(graph, in_backward, reshard)
     needed = _needed_in_backward(values, in_backward)
-    _save_small_results(values, needed)
+    _save_small_results(values, needed, work.nominal_size(graph))
     _mark_resharded(graph, values)
     _mark_kept(values)
     records = tuple(_records(values, needed))
@@ -97,22 +99,23 @@ def _needed_in_backward(values: dict[fx.Node, bool], in_backward: set[fx.Node]) 
     return needed
 
 
-def _save_small_results(values: dict[fx.Node, bool], needed: set[fx.Node]) -> None:
+def _save_small_results(values: dict[fx.Node, bool], needed: set[fx.Node], nominal: int) -> None:
     """Forbid recomputing results smaller than the parameter they would have to gather again.
 
     To the partitioner a resharded parameter is free in backward: it would look an embedding up again rather
-    than save the result, at the price of gathering the whole table.
+    than save the result, at the price of gathering the whole table. Ranks decide alike: symbolic sizes have their
+    nominal value, not this rank's.
     """
     gathered_bytes: dict[fx.Node, int] = {}
     for node, resharded in values.items():
         inherited = [gathered_bytes[source] for source in node.all_input_nodes if source in values]
-        own = [fxg.size_bytes(node)] if fxg.is_comm(node) or not inherited else []
+        own = [work.moved_bytes([node], nominal)] if fxg.is_comm(node) or not inherited else []
         gathered_bytes[node] = max(inherited + own)
         if not resharded or node in needed:
             continue
         for user in node.users:
             outside = user not in values and user.op == "call_function"
-            if outside and fxg.size_bytes(user) < gathered_bytes[node]:
+            if outside and work.moved_bytes([user], nominal) < gathered_bytes[node]:
                 user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 

@@ -81,7 +81,7 @@ def identity(setups: Iterable[Setup]) -> str:
         [
             source_hash(pathlib.Path(__file__).parent),
             torch.__version__,
-            *sorted(setup.key for setup in setups),
+            *(setup.key for setup in setups),  # in order: of several that apply, the last one decides
         ]
     )
     return hashlib.sha256(text.encode()).hexdigest()

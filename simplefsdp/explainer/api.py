@@ -31,6 +31,8 @@ from simplefsdp.parametrize import is_wrapped, slots_of
 
 __all__ = ["explain"]
 
+_PLAIN = int | float | str | bool | None
+"""What an output may hold beside tensors."""
 _ADVISING_LOGGERS = ("torch._dynamo", "torch._higher_order_ops")  # torch 2.11 to 2.14
 
 
@@ -181,11 +183,20 @@ def _trace(
         output = compiled(*inputs)
         if loss is not None:
             output = loss(output)
-        starts = [
-            value
-            for value in _compat.tree_leaves(output)
-            if isinstance(value, torch.Tensor) and value.requires_grad
-        ]
+        leaves = _compat.tree_leaves(output)
+        starts = [value for value in leaves if isinstance(value, torch.Tensor) and value.requires_grad]
+        opaque = [value for value in leaves if not isinstance(value, torch.Tensor | _PLAIN)]
+        if (
+            not starts
+            and opaque
+            and torch.is_grad_enabled()
+            and any(p.requires_grad for p in model.parameters())
+        ):
+            raise RuntimeError(
+                f"explain: backward starts at tensors, and the output of {type(model).__name__} is a "
+                f"{type(opaque[0]).__name__}; return tensors in tuples, lists or dicts, register the class with "
+                "torch.utils._pytree, or pass loss="
+            )
         if starts:
             torch.autograd.backward(starts, [torch.empty_like(value) for value in starts])
         once = capture.compiled

@@ -80,6 +80,8 @@ def _run(options: ExplainOptions) -> int:
         )
         with explain_failure(target.name):
             report = explain(target.model, *target.inputs, ranks=options.gpus, wrap=wrap, title=target.name)
+        if not report.graphs:
+            raise TraceError(f"{target.name} has no parameters: there is nothing to shard or explain")
     except TraceError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         return EXIT_FAILURE

@@ -18,7 +18,8 @@ from simplefsdp.explainer.report import Report
 from simplefsdp.explainer.target import Target
 from simplefsdp.explainer.wrapping import wrap_options
 from simplefsdp.planner.extend import TRACED_LAYERS, ExtensionError, extend
-from simplefsdp.planner.stack import cut, find_stack, restore
+from simplefsdp.planner.predict import Stored
+from simplefsdp.planner.stack import cut, find_blocks, find_stack, restore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,16 +29,20 @@ class Parameter:
     Args:
         rows: length of the dim that is sharded; 1 for one that has no dim.
         row_bytes: bytes of what lies in one row.
+        trained: whether it has a gradient and optimizer states.
     """
 
     rows: int
     row_bytes: int
+    trained: bool = True
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> Parameter:
         """The size of a parameter that is sharded along its first dim."""
         rows = parameter.shape[0] if parameter.dim() else 1
-        return cls(rows, parameter.numel() // max(rows, 1) * parameter.dtype.itemsize)
+        return cls(
+            rows, parameter.numel() // max(rows, 1) * parameter.dtype.itemsize, parameter.requires_grad
+        )
 
     def stored_bytes(self, factor: int) -> int:
         """What one of `factor` devices stores of it; of uneven shards the largest."""
@@ -54,6 +59,7 @@ class Traced:
         note: how the graphs were obtained.
         warnings: graph breaks and recompiles.
         eager: forward and backward in eager mode, if that was asked for and can be read.
+        buffer_bytes: of the model's buffers, which every device has.
     """
 
     graphs: tuple[GraphFacts, ...]
@@ -61,10 +67,15 @@ class Traced:
     note: str
     warnings: tuple[str, ...]
     eager: tuple[GraphFacts, ...] = ()
+    buffer_bytes: int = 0
 
-    def stored_bytes(self, factor: int) -> int:
-        """Parameters that one device stores when `factor` of them share a copy; of uneven shards the largest."""
-        return sum(item.stored_bytes(factor) for item in self.parameters.values())
+    def stored(self, factor: int) -> Stored:
+        """What one device stores when `factor` of them share a copy; of uneven shards the largest."""
+        sizes = [(item.stored_bytes(factor), item.trained) for item in self.parameters.values()]
+        return Stored(
+            sum(size for size, _ in sizes) + self.buffer_bytes,
+            sum(size for size, trained in sizes if trained),
+        )
 
 
 def trace(
@@ -98,12 +109,13 @@ def trace(
         sharding_factor=sharding_factor,
         precision=precision,
         planner="none",  # what is traced is not yet what is planned
-        blocks=("layers.*",) if stack is None else (f"{stack.name}.*",),
+        blocks=(find_blocks(target.model) or "layers.*",) if stack is None else (f"{stack.name}.*",),
         memory_budget_gb=memory_budget_gb,
         reshard_after_forward=reshard_after_forward,
         profile=hardware.profile,
     )
     parameters = {name: Parameter.of(item) for name, item in target.model.named_parameters()}
+    buffer_bytes = sum(item.nbytes for item in target.model.buffers())
 
     def look() -> Report:
         return explain(
@@ -113,8 +125,8 @@ def trace(
     note = "every layer traced"
     if stack is not None:
         removed = cut(target.model, stack)
-        report = look()
         try:
+            report = look()
             graphs, eager_graphs = (
                 tuple(extend(facts, stack.name, stack.layers) for facts in few)
                 for few in (report.graphs, report.eager)
@@ -122,11 +134,18 @@ def trace(
         except ExtensionError as error:
             note += f": {error}"
             restore(target.model, stack, removed)
+        except Exception:  # forward may count its layers, or take more than one stack apart
+            note += f": with fewer layers of {stack.name!r} the model cannot be traced"
+            restore(target.model, stack, removed)
         else:
             note = f"{TRACED_LAYERS} of the {stack.layers} equal layers of {stack.name!r} traced, one of them repeated"
-            return Traced(planned(graphs, planner), parameters, note, report.warnings, eager_graphs)
+            return Traced(
+                planned(graphs, planner), parameters, note, report.warnings, eager_graphs, buffer_bytes
+            )
     report = look()
-    return Traced(planned(report.graphs, planner), parameters, note, report.warnings, report.eager)
+    return Traced(
+        planned(report.graphs, planner), parameters, note, report.warnings, report.eager, buffer_bytes
+    )
 
 
 def planned(graphs: Iterable[GraphFacts], planner: str) -> tuple[GraphFacts, ...]:

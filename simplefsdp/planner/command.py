@@ -93,7 +93,7 @@ def _predict(options: PlanOptions, hardware: Hardware, profile: HardwareProfile)
 
     step = trace_fresh(dataclasses.replace(_request(options), eager=True), hardware)
     traced = step.traced
-    stored = traced.stored_bytes(step.request.factor)
+    stored = traced.stored(step.request.factor)
     predictions = [
         predict(
             traced.graphs,
@@ -127,7 +127,7 @@ def _predict(options: PlanOptions, hardware: Hardware, profile: HardwareProfile)
         print(f"\n{line}")
     print()
     print(f"best: {best.planner}, ms: {forward_backward} + optimizer {best.optimizer_ns / 1e6:.1f}")
-    print(memory_text(best.memory, hardware))
+    print(memory_text(best.memory, hardware, graphs=len(traced.graphs), is_own=options.is_own_model))
     if options.scale:
         _scale(options, hardware, profile, step)
 

@@ -29,7 +29,7 @@ from simplefsdp.planner.peers import (
     ranks_of_shards,
     sharing_of,
 )
-from simplefsdp.planner.predict import Prediction, predict
+from simplefsdp.planner.predict import Prediction, Stored, predict
 
 Pair = tuple[GraphFacts, GraphFacts]
 
@@ -69,7 +69,7 @@ def predict_peers(
     graphs: Sequence[GraphFacts],
     eager: Sequence[GraphFacts],
     profile: HardwareProfile,
-    shard_bytes: int,
+    stored: Stored,
     *,
     tokens: int | None = None,
     flops_per_token: float | None = None,
@@ -79,7 +79,7 @@ def predict_peers(
     Args:
         graphs: forward and backward, compiled.
         eager: forward and backward in eager mode; empty leaves FSDP2 and DDP out.
-        profile, shard_bytes, tokens, flops_per_token: as in `predict`.
+        profile, stored, tokens, flops_per_token: as in `predict`.
 
     Returns:
         The peers of the way the step shares its parameters: fully sharded and hybrid, FSDP2 and Inductor's two
@@ -107,7 +107,7 @@ def predict_peers(
             predict(
                 planned,
                 profile,
-                shard_bytes,
+                stored,
                 tokens=tokens,
                 flops_per_token=flops_per_token,
                 own_streams=own_streams,

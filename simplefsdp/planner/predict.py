@@ -21,15 +21,36 @@ from simplefsdp.planner.allocator import reserved_bytes
 
 MOMENTS = 2
 """AdamW keeps two tensors of the parameter's size."""
-_KEPT = 1 + MOMENTS
-"""Tensors of the parameter's size that stay between steps."""
 OPTIMIZER_PASSES = 7 + 3
 """Reads and writes of a parameter's size in one optimizer step: AdamW 4 + 3, clipping 2 + 1."""
 
 
 @dataclasses.dataclass(frozen=True)
+class Stored:
+    """Bytes that one device keeps between steps, without the optimizer's.
+
+    Args:
+        total: parameters and buffers.
+        trained: parameters that have a gradient and optimizer states.
+    """
+
+    total: int
+    trained: int
+
+    @property
+    def optimizer(self) -> int:
+        """Bytes of the moments."""
+        return MOMENTS * self.trained
+
+    @property
+    def least(self) -> int:
+        """What a step holds at least: parameters, buffers, gradients and moments."""
+        return self.total + (1 + MOMENTS) * self.trained
+
+
+@dataclasses.dataclass(frozen=True)
 class MemorySplit:
-    """Bytes on one device at the moment when most is held.
+    """Bytes on one device at the moment when most is held; buffers count as parameters.
 
     `fragments` is what the caching allocator reserves beyond the tensors of that moment.
     """
@@ -102,7 +123,7 @@ class Prediction:
 def predict(
     graphs: Sequence[GraphFacts],
     profile: HardwareProfile,
-    shard_bytes: int,
+    stored: Stored,
     *,
     planner: str | None = None,
     tokens: int | None = None,
@@ -114,7 +135,7 @@ def predict(
     Args:
         graphs: forward and backward, with their plans.
         profile: hardware.
-        shard_bytes: parameters stored on one device.
+        stored: by one device.
         planner: plan anew with this one; None keeps the plans.
         tokens: of one device in one step.
         flops_per_token: that training needs.
@@ -125,11 +146,12 @@ def predict(
         for facts in graphs
     ]
     timelines = tuple(make_timeline(facts, plan) for facts, plan in zip(graphs, plans, strict=True))
-    optimizer_ns = ComputeModel(profile).move_ns(OPTIMIZER_PASSES * shard_bytes)
+    optimizer_ns = ComputeModel(profile).move_ns(OPTIMIZER_PASSES * stored.trained)
     peak = max((timeline.peak for timeline in timelines), key=lambda point: point.total_bytes)
     held = dict(zip(Memory, peak.by_use, strict=True))
-    live_bytes = _KEPT * shard_bytes + peak.total_bytes
-    reserved = reserved_bytes(timelines, [shard_bytes] * _KEPT, own_streams=own_streams)
+    live_bytes = stored.total + stored.optimizer + peak.total_bytes
+    kept = [stored.total, *[stored.trained] * MOMENTS]
+    reserved = reserved_bytes(timelines, kept, own_streams=own_streams)
     dtypes = profile.dtypes()
     return Prediction(
         planner=planner or (graphs[0].plan.planner if graphs else "none"),
@@ -137,8 +159,8 @@ def predict(
         optimizer_ns=optimizer_ns,
         bound_ns=sum(plan.lower_bound.time_ns for plan in plans) + optimizer_ns,
         memory=MemorySplit(
-            parameters=shard_bytes,
-            optimizer=MOMENTS * shard_bytes,
+            parameters=stored.total,
+            optimizer=stored.optimizer,
             gradients=held[Memory.GRADIENTS],
             activations=held[Memory.ACTIVATIONS],
             gathered=held[Memory.GATHERED],
@@ -149,8 +171,3 @@ def predict(
         flops_per_token=flops_per_token,
         peak_flops=profile.value(f"peak_flops.{'bfloat16' if 'bfloat16' in dtypes else 'float32'}"),
     )
-
-
-def state_bytes(stored_bytes: int) -> int:
-    """Parameters, gradients and moments of a device that stores so many bytes of parameters: the least it holds."""
-    return (_KEPT + 1) * stored_bytes

@@ -90,8 +90,10 @@ def at_world(
     for item in problem.collectives:
         if item.role is Role.FIXED:
             raise RescaleError(f"{item.name}: a collective of the model's own")
-    if (old.factor == 1) != (new.factor == 1) and (old.devices, new.devices) != (1, 1):
+    if (old.factor == 1) != (new.factor == 1):
         raise RescaleError("parameters that are replicated there and sharded here, or the other way round")
+    if (old.devices == 1) != (new.devices == 1):
+        raise RescaleError("one device, which sends nothing, there or here")
     out = _Sharing(facts, profile, old, new, rows)
     for number in range(len(problem.collectives)):
         out.add(number)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from inductor_passes.costs.profiles import HardwareProfile
 from simplefsdp.explainer.hardware import GIB
-from simplefsdp.planner.predict import Prediction, predict, state_bytes
+from simplefsdp.planner.predict import Prediction, predict
 from simplefsdp.planner.rescale import World
 from simplefsdp.planner.step import Family, Step, Tracer
 from simplefsdp.planner.text import SPEED_HEAD, fit_word, speed_cells, table
@@ -159,9 +159,17 @@ class Scaling:
         """
         for name, where in worlds(factor, self._profile.value("ranks_per_node")):
             todo = list(loads(where, self._step.request.batch, self._global_batch))
-            held = state_bytes(self._step.traced.stored_bytes(1))
+            held = self._step.traced.stored(1).least
             if not todo:
-                yield name, f"a global batch of {self._global_batch} divides among none of these devices"
+                what = f"a sharding factor of {factor}" if self._global_batch is None else ""
+                yield (
+                    name,
+                    (
+                        f"none of these numbers of devices divides by {what}"
+                        if what
+                        else f"a global batch of {self._global_batch} divides among none of these devices"
+                    ),
+                )
             elif todo[0].world.factor == 1 and self._memory_bytes is not None and held > self._memory_bytes:
                 room = f"{held / GIB:.1f} of {self._memory_bytes / GIB:.0f} GiB"
                 yield name, f"does not fit: parameters, gradients and optimizer alone take {room}"
@@ -173,7 +181,7 @@ class Scaling:
         prediction = predict(
             family.graphs(load.batch, load.world),
             self._profile,
-            family.high.traced.stored_bytes(load.world.factor),
+            family.high.traced.stored(load.world.factor),
             planner=self._planner,
             tokens=family.high.tokens_of(load.batch),
             flops_per_token=family.high.flops_per_token,
@@ -190,7 +198,7 @@ class Scaling:
         if known is not None and (known.low is not known.high or not is_smaller):
             return known
         high = self._step if known is None else known.high
-        if (request.factor == 1) != replicated:
+        if (request.factor == 1) != replicated or request.devices == 1:  # one device sends nothing
             world = todo[0].world
             high = self._tracer(dataclasses.replace(request, devices=world.devices, factor=world.factor))
         low = high

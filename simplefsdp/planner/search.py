@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from inductor_passes.costs.profiles import HardwareProfile
 from simplefsdp.explainer.hardware import GIB
 from simplefsdp.explainer.options import CheckpointMode
-from simplefsdp.planner.predict import Prediction, predict, state_bytes
+from simplefsdp.planner.predict import Prediction, predict
 from simplefsdp.planner.request import Request
 from simplefsdp.planner.rescale import World
 from simplefsdp.planner.step import Family
@@ -148,7 +148,7 @@ class Search:
         self._misfits: dict[tuple[CheckpointMode, int, bool], Misfit] = {}
         self._notes: list[str] = []
         self._bounds: list[tuple[CheckpointMode, float]] = []
-        self._whole_bytes = 0
+        self._least_whole = 0
 
     def run(self) -> Findings:
         """Search.
@@ -191,7 +191,7 @@ class Search:
 
     def _may_fit(self, mode: CheckpointMode, factors: tuple[int, ...], reshard: bool) -> bool:
         """Whether parameters, gradients and moments alone leave room, where they are whole."""
-        held = state_bytes(self._whole_bytes)
+        held = self._least_whole
         if factors[0] > 1 or held <= self._usable:
             return True
         self._misfits.setdefault((mode, 1, reshard), Misfit(mode, 0, 1, reshard, held))
@@ -202,7 +202,7 @@ class Search:
         families = self._families(modes, factors[0], reshard)
         waiting: list[tuple[float, CheckpointMode, int, int]] = []
         for mode, family in families.items():
-            self._whole_bytes = family.high.traced.stored_bytes(1)
+            self._least_whole = family.high.traced.stored(1).least
             for batch in self._batches(family):
                 least = self._predict(family, batch, factors[0], "none")
                 if not self._fits(mode, batch, factors[0], reshard, least):
@@ -304,7 +304,7 @@ class Search:
         return predict(
             family.graphs(batch, World(self._base.devices, factor)),
             self._profile,
-            family.high.traced.stored_bytes(factor),
+            family.high.traced.stored(factor),
             planner=planner,
             tokens=family.high.tokens_of(batch),
             flops_per_token=family.high.flops_per_token,

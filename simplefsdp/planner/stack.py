@@ -6,7 +6,10 @@ Owns the comparison of layers by their structure. Must not know graphs.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import types
 
+import torch
 from torch import nn
 
 from simplefsdp.planner.extend import TRACED_LAYERS
@@ -26,14 +29,38 @@ class Stack:
 
 
 def find_stack(model: nn.Module) -> Stack | None:
-    """The longest `ModuleList` of more than `TRACED_LAYERS` layers that have equal classes and parameters, if any."""
+    """The longest `ModuleList` of more than `TRACED_LAYERS` layers that are alike, if any.
+
+    Alike are equal classes, parameters and settings (numbers, texts, functions), submodules included.
+    """
     best: Stack | None = None
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) <= TRACED_LAYERS:
+    lists = {name: item for name, item in model.named_modules() if isinstance(item, nn.ModuleList)}
+    for name, module in lists.items():
+        if len(module) <= TRACED_LAYERS or (best is not None and len(module) <= best.layers):
             continue
-        shapes = [_structure(layer) for layer in module]
-        if all(shape == shapes[0] for shape in shapes) and (best is None or len(module) > best.layers):
+        first, *others = module
+        if all(_alike(first, 0, layer, number) for number, layer in enumerate(others, start=1)):
             best = Stack(name, len(module))
+    if best is None:
+        return None
+    # Lists that forward walks through side by side: a shorter one would end the others, too.
+    beside = [
+        name
+        for name, item in lists.items()
+        if len(item) == best.layers and not name.startswith(f"{best.name}.")
+    ]
+    return best if beside == [best.name] else None
+
+
+def find_blocks(model: nn.Module) -> str | None:
+    """The pattern of names of a model's blocks: the items of its longest list that holds most of its parameters."""
+    elements = sum(item.numel() for item in model.parameters())
+    best, most = None, 1
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > most:
+            held = sum(item.numel() for item in module.parameters())
+            if 2 * held >= elements:
+                best, most = f"{name}.*" if name else "*", len(module)
     return best
 
 
@@ -56,9 +83,39 @@ def _list(model: nn.Module, stack: Stack) -> nn.ModuleList:
     return module
 
 
-def _structure(layer: nn.Module) -> tuple[object, ...]:
-    modules = tuple((name, type(module)) for name, module in layer.named_modules())
-    parameters = tuple(
-        (name, tuple(item.shape), item.dtype, item.requires_grad) for name, item in layer.named_parameters()
+def _alike(one: nn.Module, at: int, other: nn.Module, number: int) -> bool:
+    """Whether two layers, of these places in the stack, have equal classes, parameters and plain attributes."""
+    if _parameters_of(one) != _parameters_of(other):
+        return False
+    pairs = list(itertools.zip_longest(one.named_modules(), other.named_modules()))
+    return all(
+        a is not None and b is not None and a[0] == b[0] and _same_module(a[1], at, b[1], number)
+        for a, b in pairs
     )
-    return modules, parameters
+
+
+def _parameters_of(layer: nn.Module) -> list[tuple[object, ...]]:
+    return [
+        (name, tuple(item.shape), item.dtype, item.requires_grad) for name, item in layer.named_parameters()
+    ]
+
+
+def _same_module(one: nn.Module, at: int, other: nn.Module, number: int) -> bool:
+    if type(one) is not type(other):
+        return False
+    a, b = _plain_attributes(one), _plain_attributes(other)
+    return a.keys() == b.keys() and all(
+        # A number that says which layer it is, as `layer_idx` does, is no difference.
+        a[name] == b[name] or (type(a[name]) is int and (a[name], b[name]) == (at, number))
+        for name in a
+    )
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, object]:
+    """What of a module's own attributes may make its forward another one: settings and functions."""
+    kinds = bool, int, float, str, type(None), torch.dtype, types.FunctionType, types.BuiltinFunctionType
+    return {
+        name: getattr(value, "__code__", value)
+        for name, value in vars(module).items()
+        if isinstance(value, kinds) or (isinstance(value, tuple) and all(isinstance(v, kinds) for v in value))
+    }

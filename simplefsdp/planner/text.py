@@ -16,6 +16,12 @@ TIGHT_SHARE = 0.9
 """Above this share of the device's memory, what is not modelled may not fit: the CUDA context, NCCL's buffers."""
 
 
+BROKEN = (
+    "does it fit: not known: the graph breaks, and memory is that of the largest part, without what others hold "
+    "meanwhile"
+)
+"""In place of an answer where there are more graphs than forward and backward."""
+
 SPEED_HEAD = ("tokens/s/device", "MFU")
 """Above the columns of `speed_cells`."""
 
@@ -50,13 +56,19 @@ def planners_text(predictions: Sequence[Prediction]) -> str:
     return table(head, rows)
 
 
-def memory_text(memory: MemorySplit, hardware: Hardware) -> str:
-    """Where the memory goes, and whether it fits."""
+def memory_text(memory: MemorySplit, hardware: Hardware, *, graphs: int = 2, is_own: bool = False) -> str:
+    """Where the memory goes, and whether it fits.
+
+    Args:
+        memory, hardware: to compare.
+        graphs: of one step; more than forward and backward where the graph breaks.
+        is_own: whether the model is the user's, whose batch and checkpointing are not ours to choose.
+    """
     uses = dataclasses.asdict(memory)
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in uses.items())
     lines = [
         f"memory at the peak, GiB: {parts}; together {memory.total_bytes / GIB:.2f}",
-        fit_text(memory, hardware),
+        fit_text(memory, hardware, is_own=is_own) if graphs <= 2 else BROKEN,
     ]
     return "\n".join(lines)
 
@@ -70,7 +82,7 @@ def fit_word(total_bytes: int, memory_bytes: int | None) -> Literal["yes", "tigh
     return "tight" if total_bytes / memory_bytes > TIGHT_SHARE else "yes"
 
 
-def fit_text(memory: MemorySplit, hardware: Hardware) -> str:
+def fit_text(memory: MemorySplit, hardware: Hardware, *, is_own: bool = False) -> str:
     """One line on whether a step fits the device."""
     if hardware.memory_bytes is None:
         return f"does it fit: the memory of {hardware.name} is not known"
@@ -78,7 +90,12 @@ def fit_text(memory: MemorySplit, hardware: Hardware) -> str:
     share = memory.total_bytes / hardware.memory_bytes
     size = f"{share:.0%} of {hardware.memory_bytes / GIB:.0f} GiB ({hardware.source})"
     if word == "no":
-        return f"it does not fit: {size}; more devices, a larger sharding factor, --ac full or a smaller --local-batch"
+        less = (
+            "activation checkpointing or a smaller batch in the model"
+            if is_own
+            else "--ac full or a smaller --local-batch"
+        )
+        return f"it does not fit: {size}; more devices, a larger sharding factor, {less}"
     if word == "tight":
         return f"it may not fit: {size}; the CUDA context and NCCL's buffers are not modelled"
     return f"it fits: {size}"

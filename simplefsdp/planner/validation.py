@@ -64,7 +64,7 @@ def predict_rows() -> Iterator[tuple[PublishedRow, Modelled]]:
         prediction = predict(
             plan_fsdp2(forward, backward, name, keep_last=True),
             profile,
-            traced.stored_bytes(row.gpus),
+            traced.stored(row.gpus),
             tokens=target.tokens,
             flops_per_token=target.flops_per_token,
             own_streams=True,

@@ -180,6 +180,11 @@ def test_an_unread_gather_leaves_no_trace():
             return x @ self.read
 
     assert trace(Unread(), torch.randn(4, 8)).gathered("forward") == ["read"]
+    backend = aot_eager_backend(PassConfig(planner="block", blocks=("*",), profile="h100_sxm"))
+    with torch.no_grad():
+        torch.compile(simple_fsdp(Unread()), backend=backend, fullgraph=True)(torch.randn(4, 8))
+    assert Traced(backend).gathered("inference") == ["read"]
+    assert [record.failure for record in backend.records if record.failure] == []
 
 
 def test_replicated_parameters_are_cast_again_rather_than_kept():

@@ -19,7 +19,7 @@ from simplefsdp.llama.config import get_config
 from simplefsdp.llama.model import Llama
 from simplefsdp.planner.build import Parameter, Traced
 from simplefsdp.planner.extend import TRACED_LAYERS, ExtensionError, extend
-from simplefsdp.planner.predict import MemorySplit, predict, state_bytes
+from simplefsdp.planner.predict import MemorySplit, Stored, predict
 from simplefsdp.planner.stack import cut, find_stack, restore
 from simplefsdp.planner.text import fit_text, fit_word, speed_cells
 from tests.helpers.tower import Tower, explained
@@ -116,14 +116,18 @@ def test_stored_bytes_count_the_largest_shard():
     }
     parameters = {name: Parameter.of(nn.Parameter(tensor)) for name, tensor in tensors.items()}
     traced = Traced((), parameters, "", ())
-    assert traced.stored_bytes(4) == 4 * (3 * 3 + 1 + 1) + 2
-    assert traced.stored_bytes(1) == 4 * (30 + 4 + 1) + 4
+    assert traced.stored(4).total == 4 * (3 * 3 + 1 + 1) + 2
+    assert traced.stored(1).total == 4 * (30 + 4 + 1) + 4
 
 
 def test_a_prediction_is_the_sum_of_its_parts(four):
     profile = load_profile("h100_sxm")
-    item = predict(four, profile, 1_000_000, planner="none", tokens=64, flops_per_token=1e6)
-    ahead = predict(four, profile, 1_000_000, planner="auto", tokens=64, flops_per_token=1e6)
+    item = predict(
+        four, profile, Stored(1_000_000, 1_000_000), planner="none", tokens=64, flops_per_token=1e6
+    )
+    ahead = predict(
+        four, profile, Stored(1_000_000, 1_000_000), planner="auto", tokens=64, flops_per_token=1e6
+    )
     assert item.step_ns == sum(line.step_ns for line in item.timelines) + item.optimizer_ns
     # 10 passes over 1 MB at 90 % of 3.35 TB/s
     assert item.optimizer_ns == pytest.approx(10 * 1e6 / (0.9 * 3.35e12) * 1e9, rel=1e-3)
@@ -132,7 +136,7 @@ def test_a_prediction_is_the_sum_of_its_parts(four):
     assert item.bound_ns <= ahead.step_ns < item.step_ns
     assert ahead.exposed_ns < item.exposed_ns
     assert (item.memory.parameters, item.memory.optimizer) == (1_000_000, 2_000_000)
-    assert state_bytes(1_000_000) == 4_000_000, "and gradients"
+    assert Stored(1_000_000, 1_000_000).least == 4_000_000, "and gradients"
     peak = max(line.peak.total_bytes for line in item.timelines)
     assert item.memory.total_bytes == 3_000_000 + peak + item.memory.fragments
     saved = sum(value.size_bytes for value in four[1].values if value.born == BEFORE)

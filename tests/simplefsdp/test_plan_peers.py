@@ -25,7 +25,7 @@ from simplefsdp.planner.peers import (
     plan_fsdp2,
     plan_stock_manual,
 )
-from simplefsdp.planner.predict import predict
+from simplefsdp.planner.predict import Stored, predict
 from tests.helpers.tower import Tower, explained
 
 SILU_TOWER = functools.partial(Tower, activation=nn.functional.silu)
@@ -226,7 +226,9 @@ def test_what_is_not_modelled_is_left_out_with_the_reason(report):
 def test_reserved_memory_of_peers_counts_their_streams(report):
     profile = load_profile("h100_sxm")
     graphs = plan_fsdp2(*report.eager, FSDP2_EAGER)
-    one, own = (predict(graphs, profile, 10**8, own_streams=own).memory for own in (False, True))
+    one, own = (
+        predict(graphs, profile, Stored(10**8, 10**8), own_streams=own).memory for own in (False, True)
+    )
     assert own.fragments > one.fragments >= 0
     assert dataclasses.replace(own, fragments=0) == dataclasses.replace(one, fragments=0)
 

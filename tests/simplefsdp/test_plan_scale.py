@@ -124,7 +124,7 @@ def test_each_device_stores_the_largest_shard():
     traced = step().traced
     for factor, rows, up_rows, down_rows in ((1, ROWS, 48, 16), (3, 14, 16, 6), (16, 3, 3, 1)):
         expected = 4 * (rows * (16 + 16 + 1) + up_rows * 16 + down_rows * 48)
-        assert traced.stored_bytes(factor) == expected, factor
+        assert traced.stored(factor).total == expected, factor
 
 
 def test_what_each_device_computes():
@@ -170,10 +170,30 @@ def test_strong_scaling_takes_passes_and_traces_what_is_needed():
     # The low batch, and replicated parameters with both batches: all else follows.
     assert [(request.factor, request.batch) for request in asked] == [(16, 1), (1, 4), (1, 1)]
     assert len(replicated) == 6
-    stored = step().traced.stored_bytes
+    stored = step().traced.stored
     for points in series.values():
         for point in points:
-            assert point.prediction.memory.parameters == stored(point.load.world.factor)
+            assert point.prediction.memory.parameters == stored(point.load.world.factor).total
+
+
+def test_one_device_tells_nothing_about_several():
+    asked: list[Request] = []
+
+    def tracer(request):
+        asked.append(request)
+        return step(request.devices, request.factor, request.batch)
+
+    series = dict(Scaling(step(1, 1), PROFILE, 80 * GIB, "greedy", None, tracer).series(None))
+    for points in series.values():
+        assert all(point.exposed_ns > 0 for point in points)
+    assert [(request.devices, request.factor) for request in asked] == [(8, 8), (8, 1)]
+    with pytest.raises(RescaleError, match="one device"):
+        at_world(facts_of(1, 1)[0], PROFILE, World(1, 1), World(8, 1), rows())
+
+
+def test_a_sharding_factor_that_fits_no_number_of_devices_is_named():
+    series = dict(Scaling(step(), PROFILE, 80 * GIB, "greedy", None, lambda request: step()).series(12))
+    assert list(series.values()) == ["none of these numbers of devices divides by a sharding factor of 12"]
 
 
 def test_replicas_that_cannot_fit_are_not_traced():

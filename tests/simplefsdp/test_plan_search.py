@@ -77,7 +77,7 @@ def everything(memory_bytes, batches):
                     item = predict(
                         family.graphs(batch, World(16, factor)),
                         PROFILE,
-                        family.high.traced.stored_bytes(factor),
+                        family.high.traced.stored(factor),
                         planner=planner,
                         tokens=SEQUENCE * batch,
                     )
@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_named_with_how_much(asked):
 
 
 def test_replicas_that_cannot_fit_are_not_traced(asked):
-    held = traced("none", 1, 16, True).traced.stored_bytes(1) * 4
+    held = traced("none", 1, 16, True).traced.stored(1).least
     found = search(asked, int(held / 0.9) - 1000, modes=("none",), batch=1)
     assert {item.factor for item in asked} == {16}
     assert not any(item.factor == 1 for item in found.best)

@@ -109,6 +109,7 @@ def _write(request: EmitRequest, is_real: bool) -> tuple[dict[str, str], str]:
     from simplefsdp.planner.emit import _compat
     from simplefsdp.planner.emit.attention import flash_attention
     from simplefsdp.planner.emit.code import emitted_codes
+    from simplefsdp.planner.stack import find_blocks
 
     step = request.step
     target = step.find_target()
@@ -117,7 +118,7 @@ def _write(request: EmitRequest, is_real: bool) -> tuple[dict[str, str], str]:
         sharding_factor=step.factor,
         precision=step.precision,
         planner=step.planner,
-        blocks=("layers.*",),
+        blocks=(find_blocks(target.model) or "layers.*",),
         memory_budget_gb=step.memory_budget_gb,
         reshard_after_forward=step.reshard,
         profile=request.profile,
