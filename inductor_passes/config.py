@@ -30,6 +30,10 @@ _SWITCHES = ("bucketing", "reorder", "move_compute")
 class PassConfig:
     """Options of the compiler passes. Immutable, hashable, picklable; refuses invalid values on construction.
 
+    Ranks have to plan alike. ``"auto"`` and ``"greedy"`` go by the time of compute, so where ranks see inputs of
+    different sizes, compile with ``dynamic=True`` (or ``torch._dynamo.mark_dynamic``): symbolic sizes have one value on
+    all ranks, constant ones do not. Buckets of ``"block"`` and ``"none"`` do not depend on sizes.
+
     Args:
         planner: Who decides the buckets and the place of each collective. ``"auto"`` searches for the
             shortest modelled step, ``"greedy"`` extends a bucket while its communication fits under compute

@@ -20,10 +20,12 @@ import dataclasses
 import fnmatch
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from inductor_passes import _compat, work
 from inductor_passes import graph as fxg
 from inductor_passes.config import class_name_of
-from inductor_passes.costs.topology import GroupTopology, topology_of
+from inductor_passes.costs.topology import GroupTopology, mesh_topology
 from inductor_passes.plan import Collective, GroupKey, PlanningProblem, Role
 from inductor_passes.report import members_of
 from inductor_passes.windows import Walk, Window
@@ -220,12 +222,13 @@ def group_labels(starts: Iterable[fx.Node]) -> dict[str, str]:
 
 
 def group_topologies(starts: Iterable[fx.Node], ranks_per_node: int) -> dict[str, GroupTopology]:
-    """Where the ranks of each process group sit, by the group's label."""
+    """Where the ranks of each process group sit, by the group's label; alike on every rank of the mesh."""
     starts = list(starts)
+    world_size = dist.get_world_size() if dist.is_initialized() else 0
     groups = {_compat.group_name(fxg.group_of(start)): fxg.group_of(start) for start in starts}
     labels = group_labels(starts)
     return {
-        labels[name]: topology_of(_compat.group_ranks(group), ranks_per_node)
+        labels[name]: mesh_topology(_compat.group_ranks(group), world_size, ranks_per_node)
         for name, group in groups.items()
     }
 

@@ -2,8 +2,9 @@
 
 It owns the reading of sizes for costs and the guess at what will be fused. It must not know hardware or times.
 
-Sizes that depend on the input stand for a fixed nominal number, not for what one rank happened to see: ranks may see
-different lengths, and their plans must be equal.
+Symbolic sizes stand for a fixed nominal number, not for what one rank happened to see: ranks may see different lengths,
+and their plans must be equal. Sizes that were traced as constants are taken as they are: ranks that compile for other
+constants may plan differently, as `PassConfig` says.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ wrong values without an error. What is noted until the first optimizer step, whe
 
 A model that no optimizer steps (one for inference, a teacher) is noted up to a number of entries.
 
-Ranks may differ in what they compile, recompile or run eagerly, as long as parameters are first read in one order.
+Ranks may differ in what they compile, recompile or run eagerly, as long as parameters are first read in one order. That
+holds without buckets: where the passes bucket, ranks must also plan alike, which this does not see.
 """
 
 from __future__ import annotations

@@ -62,3 +62,33 @@ def topology_of(ranks: Iterable[int], ranks_per_node: int) -> GroupTopology:
         raise ValueError(f"ranks_per_node must be >= 1, got {ranks_per_node}")
     counts = Counter(rank // ranks_per_node for rank in ranks)
     return GroupTopology(sum(counts.values()), len(counts), min(counts.values(), default=0))
+
+
+def mesh_topology(ranks: Iterable[int], world_size: int, ranks_per_node: int) -> GroupTopology:
+    """Topology that stands for every group of a mesh dim, so that all ranks price and plan alike.
+
+    Groups of one dim can lie differently: of groups of six on nodes of eight, the first is on one node and the second
+    on two. They all count as the worst placed of them.
+
+    Args:
+        ranks: global ranks of one group, in order.
+        world_size: ranks of the job, over which the groups of the dim repeat.
+        ranks_per_node: ranks each node holds in the whole job.
+    """
+    own = list(ranks)
+    stride = own[1] - own[0] if len(own) > 1 else 1
+    period = stride * len(own)
+    is_dim = (
+        own == list(range(own[0], own[0] + period, stride)) and own[0] % period < stride if own else False
+    )
+    if not is_dim or world_size % period:
+        return topology_of(own, ranks_per_node)
+    every = {
+        topology_of(range(first + offset, first + offset + period, stride), ranks_per_node)
+        for first in range(0, world_size, period)
+        for offset in range(stride)
+    }
+    nodes = max(item.nodes for item in every)
+    return GroupTopology(
+        len(own), nodes, min(len(own) // nodes, *(item.ranks_per_node for item in every), len(own))
+    )

@@ -53,23 +53,13 @@ def _run(options: ExplainOptions) -> int:
     from simplefsdp.explainer.hardware import find_hardware
     from simplefsdp.explainer.target import find_target
     from simplefsdp.explainer.trace_errors import TraceError, explain_failure
-    from simplefsdp.explainer.wrapping import wrap_options
+    from simplefsdp.explainer.wrapping import find_blocks, wrap_options
 
     hardware = find_hardware(options.hardware)
     try:
         hardware.load()
     except ValueError as error:
         raise UsageError(f"--hardware: {error}") from error
-    wrap = wrap_options(
-        gpus=options.gpus,
-        sharding_factor=options.sharding_factor,
-        precision=options.precision,
-        planner=options.planner,
-        blocks=options.blocks or ("layers.*",),
-        memory_budget_gb=options.memory_budget_gb,
-        reshard_after_forward=options.reshard_after_forward,
-        profile=hardware.profile,
-    )
     try:
         target = find_target(
             options.model,
@@ -77,6 +67,16 @@ def _run(options: ExplainOptions) -> int:
             local_batch=options.local_batch,
             checkpointing=options.ac or "none",
             layers=options.layers,
+        )
+        wrap = wrap_options(
+            gpus=options.gpus,
+            sharding_factor=options.sharding_factor,
+            precision=options.precision,
+            planner=options.planner,
+            blocks=options.blocks or (find_blocks(target.model) or "layers.*",),
+            memory_budget_gb=options.memory_budget_gb,
+            reshard_after_forward=options.reshard_after_forward,
+            profile=hardware.profile,
         )
         with explain_failure(target.name):
             report = explain(target.model, *target.inputs, ranks=options.gpus, wrap=wrap, title=target.name)

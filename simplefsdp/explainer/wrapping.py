@@ -1,6 +1,6 @@
 """From the options that commands share to the arguments of `simple_fsdp`.
 
-Owns the choice of precision and passes. Numbers that must divide are checked before anything is built.
+Owns the choice of precision, passes and blocks. Numbers that must divide are checked before anything is built.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from inductor_passes.config import PassConfig
 from simplefsdp.explainer.options import check_mesh
@@ -48,3 +49,15 @@ def wrap_options(
         "reshard_after_forward": reshard_after_forward,
         "passes": passes,
     }
+
+
+def find_blocks(model: nn.Module) -> str | None:
+    """The pattern of names of a model's blocks: the items of its longest list that holds most of its parameters."""
+    elements = sum(item.numel() for item in model.parameters())
+    best, most = None, 1
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > most:
+            held = sum(item.numel() for item in module.parameters())
+            if 2 * held >= elements:
+                best, most = f"{name}.*" if name else "*", len(module)
+    return best

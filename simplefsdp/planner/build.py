@@ -16,10 +16,10 @@ from simplefsdp.explainer.facts import GraphFacts
 from simplefsdp.explainer.hardware import Hardware
 from simplefsdp.explainer.report import Report
 from simplefsdp.explainer.target import Target
-from simplefsdp.explainer.wrapping import wrap_options
+from simplefsdp.explainer.wrapping import find_blocks, wrap_options
 from simplefsdp.planner.extend import TRACED_LAYERS, ExtensionError, extend
 from simplefsdp.planner.predict import Stored
-from simplefsdp.planner.stack import cut, find_blocks, find_stack, restore
+from simplefsdp.planner.stack import cut, find_stack, restore
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 
 from inductor_passes.costs.model import ProfileCostModel
 from inductor_passes.costs.profiles import HardwareProfile
-from inductor_passes.costs.topology import GroupTopology, topology_of
+from inductor_passes.costs.topology import GroupTopology, mesh_topology
 from inductor_passes.plan import Collective, GroupKey, PlanningProblem, Role
 from inductor_passes.planners import plan_collectives
 from simplefsdp.explainer.facts import GraphFacts, Traffic
@@ -57,11 +57,13 @@ class World:
 
     def shard_topology(self, ranks_per_node: int) -> GroupTopology:
         """Of the ranks that share one copy; of all when each has its own."""
-        return topology_of(range(self.factor if self.factor > 1 else self.devices), ranks_per_node)
+        return mesh_topology(
+            range(self.factor if self.factor > 1 else self.devices), self.devices, ranks_per_node
+        )
 
     def replica_topology(self, ranks_per_node: int) -> GroupTopology:
         """Of the ranks that hold the same shard."""
-        return topology_of(range(0, self.devices, self.factor), ranks_per_node)
+        return mesh_topology(range(0, self.devices, self.factor), self.devices, ranks_per_node)
 
 
 def at_world(

@@ -52,18 +52,6 @@ def find_stack(model: nn.Module) -> Stack | None:
     return best if beside == [best.name] else None
 
 
-def find_blocks(model: nn.Module) -> str | None:
-    """The pattern of names of a model's blocks: the items of its longest list that holds most of its parameters."""
-    elements = sum(item.numel() for item in model.parameters())
-    best, most = None, 1
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > most:
-            held = sum(item.numel() for item in module.parameters())
-            if 2 * held >= elements:
-                best, most = f"{name}.*" if name else "*", len(module)
-    return best
-
-
 def cut(model: nn.Module, stack: Stack) -> list[nn.Module]:
     """Leave `TRACED_LAYERS` layers of a stack, in place; returns the others."""
     module = _list(model, stack)

@@ -340,6 +340,22 @@ def test_a_graph_whose_pass_fails_stays_as_it_was(names, monkeypatch):
     assert hook.records[-1].failure == ""
 
 
+def test_a_graph_that_cannot_be_described_stays_as_it_was(names, monkeypatch):
+    module = random_graph(3, names)
+    text = module.graph.python_code("self").src
+    hook = PostGradHook((setup(),), pinned=True)
+
+    def fail(graph):
+        raise ValueError("a collective without a value")
+
+    monkeypatch.setattr(hooks, "schedule_lines", fail)
+    with pytest.warns(
+        RuntimeWarning, match="keeps the forward graph as it was: .*a collective without a value"
+    ):
+        hook(module.graph)
+    assert module.graph.python_code("self").src == text
+
+
 @pytest.mark.parametrize("damage", ["drop", "swap", "bytes"])
 def test_verification_sees_damage(names, damage):
     module = two_gathers(names)

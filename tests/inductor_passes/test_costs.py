@@ -13,7 +13,7 @@ from inductor_passes.costs.compute import ComputeModel, Work, rate_dtype
 from inductor_passes.costs.fit import fit_affine, fit_hops, groups_to_measure
 from inductor_passes.costs.model import ProfileCostModel
 from inductor_passes.costs.profiles import find_profile_name, load_profile, parse_profile, shipped_profiles
-from inductor_passes.costs.topology import COLLECTIVE_KINDS, GroupTopology, topology_of
+from inductor_passes.costs.topology import COLLECTIVE_KINDS, GroupTopology, mesh_topology, topology_of
 
 SIZES = [1 << power for power in range(10, 31)]
 WORLDS = [2, 3, 4, 8, 16, 64, 128, 1024]
@@ -113,6 +113,20 @@ class TestCollectives:
                 GroupTopology(*bad)
         with pytest.raises(ValueError, match="ranks_per_node must be >= 1"):
             topology_of([0], 0)
+
+    def test_every_group_of_a_mesh_dim_has_one_topology(self):
+        # 24 ranks on nodes of 8, in shard groups of 6: the first lies on one node, the second on two.
+        groups = [range(first, first + 6) for first in range(0, 24, 6)]
+        assert {topology_of(group, 8) for group in groups} == {GroupTopology(6), GroupTopology(6, 2, 2)}
+        assert {mesh_topology(group, 24, 8) for group in groups} == {GroupTopology(6, 2, 2)}
+        replicas = [range(first, 24, 6) for first in range(6)]
+        assert len({mesh_topology(group, 24, 8) for group in replicas}) == 1
+        # Where all groups lie alike, nothing changes; groups of no mesh stand for themselves.
+        for group in (range(8), range(8, 16), range(16)):
+            assert mesh_topology(group, 64, 8) == topology_of(group, 8)
+        assert mesh_topology(range(3, 64, 8), 64, 8) == GroupTopology(8, 8, 1)
+        assert mesh_topology([0, 1, 8], 64, 8) == GroupTopology(3, 2, 1)
+        assert mesh_topology([5], 64, 8) == GroupTopology(1)
 
 
 class TestCompute:

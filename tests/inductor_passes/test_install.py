@@ -187,7 +187,9 @@ def test_identity_follows_every_option_profile_source_and_version(monkeypatch):
     assert len(set(uuids)) == len(uuids)
     assert JointHook((Setup(PassConfig(), load_profile("h100_sxm")),)).uuid() == uuids[0]
     assert JointHook((some[0],), pinned=True).uuid() != uuids[0]
-    assert JointHook((some[0], some[1])).uuid() != JointHook((some[1], some[0])).uuid(), "the last one decides"
+    assert JointHook((some[0], some[1])).uuid() != JointHook((some[1], some[0])).uuid(), (
+        "the last one decides"
+    )
     monkeypatch.setattr(setups, "source_hash", lambda *_: "edited")
     assert JointHook((some[0],)).uuid() != uuids[0]
     monkeypatch.undo()

@@ -12,10 +12,11 @@ import simplefsdp
 from simplefsdp.cli import main
 from simplefsdp.explainer.hardware import find_hardware
 from simplefsdp.explainer.target import Target
+from simplefsdp.explainer.wrapping import find_blocks
 from simplefsdp.planner.build import Parameter, Traced, trace
 from simplefsdp.planner.extend import TRACED_LAYERS
 from simplefsdp.planner.predict import MemorySplit
-from simplefsdp.planner.stack import find_blocks, find_stack
+from simplefsdp.planner.stack import find_stack
 from simplefsdp.planner.text import memory_text
 from tests.helpers.tower import Tower
 

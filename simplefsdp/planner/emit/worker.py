@@ -105,11 +105,10 @@ def _write(request: EmitRequest, is_real: bool) -> tuple[dict[str, str], str]:
     from simplefsdp.api import simple_fsdp
     from simplefsdp.explainer.trace_errors import explain_failure
     from simplefsdp.explainer.world import fake_copy, fake_inputs
-    from simplefsdp.explainer.wrapping import wrap_options
+    from simplefsdp.explainer.wrapping import find_blocks, wrap_options
     from simplefsdp.planner.emit import _compat
     from simplefsdp.planner.emit.attention import flash_attention
     from simplefsdp.planner.emit.code import emitted_codes
-    from simplefsdp.planner.stack import find_blocks
 
     step = request.step
     target = step.find_target()
