@@ -356,9 +356,8 @@ def _assign(module: Any, name: str, slot: Slot, value: Any) -> None:
         new = module._parameters[name]
         if param is not None and new is not param:
             vars(new).update(vars(param))
-            for owner, place in _places(
-                slot
-            ):  # what was tied stays so, as load_state_dict(assign=True) comes here
+            # What was tied stays so: load_state_dict(assign=True) comes here.
+            for owner, place in _places(slot):
                 if owner._parameters.get(place) is param:
                     owner._parameters[place] = new
         slot.follow_dtype(new.dtype)

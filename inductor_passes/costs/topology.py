@@ -78,17 +78,13 @@ def mesh_topology(ranks: Iterable[int], world_size: int, ranks_per_node: int) ->
     own = list(ranks)
     stride = own[1] - own[0] if len(own) > 1 else 1
     period = stride * len(own)
-    is_dim = (
-        own == list(range(own[0], own[0] + period, stride)) and own[0] % period < stride if own else False
-    )
-    if not is_dim or world_size % period:
-        return topology_of(own, ranks_per_node)
+    regular = bool(own) and own == list(range(own[0], own[0] + period, stride))
+    if not regular or own[0] % period >= stride or world_size % period:
+        return topology_of(own, ranks_per_node)  # of no mesh over the whole job
     every = {
         topology_of(range(first + offset, first + offset + period, stride), ranks_per_node)
         for first in range(0, world_size, period)
         for offset in range(stride)
     }
     nodes = max(item.nodes for item in every)
-    return GroupTopology(
-        len(own), nodes, min(len(own) // nodes, *(item.ranks_per_node for item in every), len(own))
-    )
+    return GroupTopology(len(own), nodes, min(len(own) // nodes, *(item.ranks_per_node for item in every)))

@@ -161,15 +161,10 @@ class Scaling:
             todo = list(loads(where, self._step.request.batch, self._global_batch))
             held = self._step.traced.stored(1).least
             if not todo:
-                what = f"a sharding factor of {factor}" if self._global_batch is None else ""
-                yield (
-                    name,
-                    (
-                        f"none of these numbers of devices divides by {what}"
-                        if what
-                        else f"a global batch of {self._global_batch} divides among none of these devices"
-                    ),
-                )
+                if self._global_batch is None:
+                    yield name, f"none of these numbers of devices divides by a sharding factor of {factor}"
+                else:
+                    yield name, f"a global batch of {self._global_batch} divides among none of these devices"
             elif todo[0].world.factor == 1 and self._memory_bytes is not None and held > self._memory_bytes:
                 room = f"{held / GIB:.1f} of {self._memory_bytes / GIB:.0f} GiB"
                 yield name, f"does not fit: parameters, gradients and optimizer alone take {room}"
