@@ -201,7 +201,7 @@ def test_repeating_a_layer_of_eager_mode_equals_tracing_all(report):
 def test_what_is_not_modelled_is_left_out_with_the_reason(report):
     profile = load_profile("h100_sxm")
     forward, backward = report.graphs
-    alone = predict_peers([forward], (), profile, 1000)
+    alone = predict_peers([forward], (), profile, Stored(1000, 1000))
     assert (alone.predictions, alone.note) == ((), "")
     assert alone.lines() == [
         "not modelled for others: all: a step is one forward and one backward, here it is forward"
@@ -211,10 +211,10 @@ def test_what_is_not_modelled_is_left_out_with_the_reason(report):
     own = dataclasses.replace(
         backward, problem=dataclasses.replace(backward.problem, collectives=tuple(items))
     )
-    assert predict_peers([forward, own], (), profile, 1000).left_out == (
+    assert predict_peers([forward, own], (), profile, Stored(1000, 1000)).left_out == (
         ("all", "the model communicates by itself (all_gather)"),
     )
-    without_eager = predict_peers(report.graphs, (), profile, 1000)
+    without_eager = predict_peers(report.graphs, (), profile, Stored(1000, 1000))
     assert [item.planner for item in without_eager.predictions] == [
         "Inductor, by block",
         "Inductor, overlap scheduling",

@@ -27,6 +27,7 @@ from simplefsdp.planner.peers import (
     plan_stock_manual,
     sharing_of,
 )
+from simplefsdp.planner.predict import Stored
 from tests.simplefsdp.test_plan_peers import report_of
 
 _MIB = 2**20
@@ -223,7 +224,7 @@ def test_compiled_blocks_hand_over_their_gradients_together(replicated):
 
 def test_rows_of_each_way_to_share(hybrid, replicated):
     profile = load_profile("h100_sxm")
-    rows = predict_peers(hybrid.graphs, hybrid.eager, profile, 1000)
+    rows = predict_peers(hybrid.graphs, hybrid.eager, profile, Stored(1000, 1000))
     assert [item.planner for item in rows.predictions] == [
         "FSDP2, eager",
         "FSDP2, compiled blocks",
@@ -231,7 +232,7 @@ def test_rows_of_each_way_to_share(hybrid, replicated):
         "Inductor, overlap scheduling",
     ]
     assert rows.left_out == ()
-    rows = predict_peers(replicated.graphs, replicated.eager, profile, 1000)
+    rows = predict_peers(replicated.graphs, replicated.eager, profile, Stored(1000, 1000))
     assert [item.planner for item in rows.predictions] == [
         "DDP, eager",
         "DDP, compiled blocks",
