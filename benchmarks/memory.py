@@ -31,7 +31,7 @@ from benchmarks.lanes import Instant
 from benchmarks.modelled_group import modelled_world
 from benchmarks.names import AUTO, FSDP2, NO_PASSES, add_only
 from benchmarks.netbed import RankFailure, open_bed
-from benchmarks.record import RESULTS, command_line, conditions, markdown, write
+from benchmarks.record import RESULTS, command_line, conditions, markdown, variant, write
 from benchmarks.workload import Workload, add_arguments, from_options, optimizer_of
 
 if TYPE_CHECKING:
@@ -189,10 +189,10 @@ def main(arguments: list[str]) -> int:
                 continue
             found[name] = Footprint(*footprint)
             print(f"{name}: {found[name]}", file=sys.stderr)
-    kind, part = "reshard" if workload.reshard else "keep", "_part" if options.only else ""
+    kind = variant(workload.reshard, options.only)
     command = command_line("memory", arguments)
     load = before, os.getloadavg()[0]
-    out = options.out or RESULTS / f"memory_{options.ranks}_{kind}{part}.md"
+    out = options.out or RESULTS / f"memory_{options.ranks}_{kind}.md"
     write(out, record(workload, command, load, options.ranks, budget, found, failures))
     return 0
 

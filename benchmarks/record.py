@@ -42,6 +42,11 @@ def command_line(script: str, arguments: Sequence[str]) -> str:
     return shlex.join(["python", "-m", f"benchmarks.{script}", *arguments])
 
 
+def variant(reshard: bool, only: Sequence[str]) -> str:
+    """How the name of a result ends: what is kept after forward, and whether some contestants were left out."""
+    return ("reshard" if reshard else "keep") + ("_part" if only else "")
+
+
 def processor() -> str:
     """The name of the CPU."""
     try:

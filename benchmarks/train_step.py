@@ -38,7 +38,7 @@ from benchmarks.names import COMMUNICATION, COMPUTE, EAGER_COMPUTE, OPTIMIZER, a
 from benchmarks.netbed import open_bed, rate_argument
 from benchmarks.pictures import draw_steps
 from benchmarks.prediction import Outlook, Schedules, judge, predict
-from benchmarks.record import RESULTS, command_line, conditions, markdown, write
+from benchmarks.record import RESULTS, command_line, conditions, markdown, variant, write
 from benchmarks.rounds import in_turn, not_reached, reason_of
 from benchmarks.targets import targets
 from benchmarks.workload import Workload, add_arguments, from_options, optimizer_of
@@ -345,11 +345,9 @@ def main(arguments: list[str]) -> int:
         work(workload, options.profile, options.only, options.limit)
         return 0
     command = command_line("train_step", arguments)
-    kind, part = "reshard" if workload.reshard else "keep", "_part" if options.only else ""
+    kind = variant(workload.reshard, options.only)
     network = options.rate or "loopback"
-    out = (
-        options.out or RESULTS / f"train_step_{options.ranks}_{network}_batch{workload.batch}_{kind}{part}.md"
-    )
+    out = options.out or RESULTS / f"train_step_{options.ranks}_{network}_batch{workload.batch}_{kind}.md"
     with open_bed(options.ranks, options.rate) as bed, tempfile.TemporaryDirectory() as folder:
         profile = options.profile
         if profile is None:

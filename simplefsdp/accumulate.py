@@ -66,8 +66,7 @@ def _start_accumulating(wrap: WrapState, stage: GradientSync) -> None:
     wrap.sync, wrap.accumulating = stage, True
     for slot in wrap.slots:
         # A gradient that waits already decides the stage until it is reduced: sums of unlike stages mean nothing.
-        waits = slot.accumulator is not None and slot.accumulator.grad is not None
-        if not waits and (slot.accumulator is None or slot.stage is not stage):
+        if not slot.waits and (slot.accumulator is None or slot.stage is not stage):
             slot.stage = stage
             slot.accumulator = _make_accumulator(wrap, slot)
 

@@ -65,7 +65,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             wraps[id(slot.wrap)] = slot.wrap
             if not isinstance(param, DTensor) or slot.spec.tensor_parallel is not None:
                 params[index] = _retarget(optimizer, param, slot)
-            if slot.accumulator is not None and slot.accumulator.grad is not None:
+            if slot.waits:
                 raise RuntimeError(
                     f"optimizer.step() while the gradient of '{slot.fqn}' waits for its reduction: run the last "
                     "micro-batch's forward and backward outside of no_sync, or drop the window by the model's "

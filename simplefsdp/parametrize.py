@@ -415,7 +415,7 @@ def _check_convertible(wrap: WrapState) -> None:
 
 def _waiting(wrap: WrapState) -> list[str]:
     """Names of the parameters whose gradient waits for its reduction."""
-    return [s.fqn for s in wrap.slots if s.accumulator is not None and s.accumulator.grad is not None]
+    return [slot.fqn for slot in wrap.slots if slot.waits]
 
 
 def _cast_inputs(

@@ -70,6 +70,11 @@ class Slot:
         """The same, or None where it was removed after wrapping."""
         return self.owner._parameters.get(self.spec.name)
 
+    @property
+    def waits(self) -> bool:
+        """Whether a gradient in the accumulator waits for its reduction."""
+        return self.accumulator is not None and self.accumulator.grad is not None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
         new = Slot(self.spec, self.mesh, self.placements, self.shard_rank, self.owner, self.fqn, self.wrap)
         memo[id(self)] = new

@@ -53,7 +53,7 @@ def _run(options: ExplainOptions) -> int:
     from simplefsdp.explainer.hardware import find_hardware
     from simplefsdp.explainer.target import find_target
     from simplefsdp.explainer.trace_errors import TraceError, explain_failure
-    from simplefsdp.explainer.wrapping import find_blocks, wrap_options
+    from simplefsdp.explainer.wrapping import block_patterns, wrap_options
 
     hardware = find_hardware(options.hardware)
     try:
@@ -73,7 +73,7 @@ def _run(options: ExplainOptions) -> int:
             sharding_factor=options.sharding_factor,
             precision=options.precision,
             planner=options.planner,
-            blocks=options.blocks or (find_blocks(target.model) or "layers.*",),
+            blocks=options.blocks or block_patterns(target.model),
             memory_budget_gb=options.memory_budget_gb,
             reshard_after_forward=options.reshard_after_forward,
             profile=hardware.profile,

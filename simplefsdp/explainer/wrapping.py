@@ -61,3 +61,8 @@ def find_blocks(model: nn.Module) -> str | None:
             if 2 * held >= elements:
                 best, most = f"{name}.*" if name else "*", len(module)
     return best
+
+
+def block_patterns(model: nn.Module) -> tuple[str, ...]:
+    """`PassConfig.blocks` for a model: what `find_blocks` finds, else the usual name."""
+    return (find_blocks(model) or "layers.*",)

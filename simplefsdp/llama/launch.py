@@ -93,14 +93,18 @@ def check_sharding_factor(options: TrainOptions, world_size: int) -> None:
 
 def check_cpp_compiler(options: TrainOptions) -> None:
     """Raises UsageError if the CPU's code cannot be compiled on this machine."""
-    needed = options.compile and options.compile_backend == "inductor"
+    if (
+        not (options.compile and options.compile_backend == "inductor")
+        or find_device_type(options.device) != "cpu"
+    ):
+        return
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    if needed and find_device_type(options.device) == "cpu" and shutil.which(compiler.split()[0]) is None:
+    if shutil.which(compiler.split()[0]) is None:
         raise UsageError(
             f"torch.compile needs a C++ compiler on CPUs, and there is no {compiler}: install it, or use --no-compile"
         )
     headers = pathlib.Path(sysconfig.get_path("include"), "Python.h")
-    if needed and find_device_type(options.device) == "cpu" and not headers.exists():
+    if not headers.exists():
         raise UsageError(
             f"torch.compile needs Python's headers on CPUs, and there is no {headers}: install them (Debian: "
             "python3-dev), or use --no-compile"

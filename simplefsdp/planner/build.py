@@ -16,7 +16,7 @@ from simplefsdp.explainer.facts import GraphFacts
 from simplefsdp.explainer.hardware import Hardware
 from simplefsdp.explainer.report import Report
 from simplefsdp.explainer.target import Target
-from simplefsdp.explainer.wrapping import find_blocks, wrap_options
+from simplefsdp.explainer.wrapping import block_patterns, wrap_options
 from simplefsdp.planner.extend import TRACED_LAYERS, ExtensionError, extend
 from simplefsdp.planner.predict import Stored
 from simplefsdp.planner.stack import cut, find_stack, restore
@@ -109,7 +109,7 @@ def trace(
         sharding_factor=sharding_factor,
         precision=precision,
         planner="none",  # what is traced is not yet what is planned
-        blocks=(find_blocks(target.model) or "layers.*",) if stack is None else (f"{stack.name}.*",),
+        blocks=block_patterns(target.model) if stack is None else (f"{stack.name}.*",),
         memory_budget_gb=memory_budget_gb,
         reshard_after_forward=reshard_after_forward,
         profile=hardware.profile,
@@ -131,11 +131,9 @@ def trace(
                 tuple(extend(facts, stack.name, stack.layers) for facts in few)
                 for few in (report.graphs, report.eager)
             )
-        except ExtensionError as error:
-            note += f": {error}"
-            restore(target.model, stack, removed)
-        except Exception:  # forward may count its layers, or take more than one stack apart
-            note += f": with fewer layers of {stack.name!r} the model cannot be traced"
+        except Exception as error:
+            why = f"with fewer layers of {stack.name!r} the model cannot be traced"  # forward may count them
+            note += f": {error if isinstance(error, ExtensionError) else why}"
             restore(target.model, stack, removed)
         else:
             note = f"{TRACED_LAYERS} of the {stack.layers} equal layers of {stack.name!r} traced, one of them repeated"

@@ -105,7 +105,7 @@ def _write(request: EmitRequest, is_real: bool) -> tuple[dict[str, str], str]:
     from simplefsdp.api import simple_fsdp
     from simplefsdp.explainer.trace_errors import explain_failure
     from simplefsdp.explainer.world import fake_copy, fake_inputs
-    from simplefsdp.explainer.wrapping import find_blocks, wrap_options
+    from simplefsdp.explainer.wrapping import block_patterns, wrap_options
     from simplefsdp.planner.emit import _compat
     from simplefsdp.planner.emit.attention import flash_attention
     from simplefsdp.planner.emit.code import emitted_codes
@@ -117,7 +117,7 @@ def _write(request: EmitRequest, is_real: bool) -> tuple[dict[str, str], str]:
         sharding_factor=step.factor,
         precision=step.precision,
         planner=step.planner,
-        blocks=(find_blocks(target.model) or "layers.*",),
+        blocks=block_patterns(target.model),
         memory_budget_gb=step.memory_budget_gb,
         reshard_after_forward=step.reshard,
         profile=request.profile,
