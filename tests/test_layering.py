@@ -21,7 +21,7 @@ STACKS = {
     "simplefsdp": """
         exits garbage _compat policy mesh placement ranks alike trail unshard regather slots census parametrize
         state initialize optimizer accumulate api
-        explainer/facts explainer/schedule explainer/read explainer/eager
+        explainer/facts explainer/schedule explainer/runs explainer/read explainer/eager
         explainer/lines explainer/capture explainer/world
         explainer/table explainer/verdict explainer/trace_events explainer/draw explainer/page explainer/report
         explainer/api explainer/__init__ __init__

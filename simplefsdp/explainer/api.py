@@ -25,6 +25,7 @@ from simplefsdp import _compat
 from simplefsdp.api import simple_fsdp
 from simplefsdp.explainer.capture import RECOMPILE, Capture, Interruption
 from simplefsdp.explainer.report import Report
+from simplefsdp.explainer.runs import Run
 from simplefsdp.explainer.world import fake_copy, fake_inputs, fake_parameters
 from simplefsdp.garbage import rare_collections
 from simplefsdp.parametrize import is_wrapped, slots_of
@@ -89,7 +90,7 @@ def explain(
     if wrapped:
         setups, pinned = _installed_setups(profile)
         with fake_parameters(model, mode):
-            capture = _trace(model, fake_inputs(inputs, mode), setups, pinned, loss, eager, dumps)
+            capture, runs = _trace(model, fake_inputs(inputs, mode), setups, pinned, loss, eager, dumps)
         ranks = dist.get_world_size()
     else:
         assert ranks is not None
@@ -101,11 +102,12 @@ def explain(
             options["passes"] = passes
             setups, pinned = (make_setup(passes),), True
             copied = simple_fsdp(fake_copy(model, mode), **options)
-            capture = _trace(copied, fake_inputs(inputs, mode), setups, pinned, loss, eager, dumps)
+            capture, runs = _trace(copied, fake_inputs(inputs, mode), setups, pinned, loss, eager, dumps)
     return Report(
         title=f"{name} on {ranks} ranks",
         profile=", ".join(capture.profiles) or setups[-1].profile.name,
         graphs=tuple(capture.graphs),
+        runs=runs,
         dumps=tuple(capture.dumps),
         interruptions=tuple(capture.interruptions),
         eager=tuple(capture.eager),
@@ -171,7 +173,8 @@ def _trace(
     loss: Callable[[Any], torch.Tensor] | None,
     eager: bool,
     dumps: bool,
-) -> Capture:
+) -> tuple[Capture, tuple[Run, ...]]:
+    """Compile and run one step with fake tensors; what was found, and which graphs the step ran."""
     capture = Capture(setups, pinned, eager, dumps)
     known = _compat.compilations()
     # Never dynamic: an earlier trace with other sizes would make Dynamo put symbols for them, which have no cost.
@@ -199,15 +202,15 @@ def _trace(
             )
         if starts:
             torch.autograd.backward(starts, [torch.empty_like(value) for value in starts])
-        once = capture.compiled
+        once, runs = capture.compiled, capture.runs
         compiled(*inputs)
     if capture.compiled > once:
         capture.interruptions += [
             Interruption(RECOMPILE, place, reason) for reason, place in _compat.recompile_reasons(known)
         ]
-    if not capture.graphs and next(slots_of(model), None) is not None:
+    if not capture.found_tags and next(slots_of(model), None) is not None:
         raise RuntimeError(
             f"explain: no parameter of {type(model).__name__} was read in a compiled graph; is its forward disabled "
             "for torch.compile?"
         )
-    return capture
+    return capture, runs

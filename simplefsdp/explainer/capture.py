@@ -22,6 +22,7 @@ from simplefsdp.explainer.eager import read_eager
 from simplefsdp.explainer.facts import GraphFacts, Memory
 from simplefsdp.explainer.lines import graph_lines
 from simplefsdp.explainer.read import Saved, read_contents, saved_values
+from simplefsdp.explainer.runs import Recorder, Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 
 GRAPH_BREAK, RECOMPILE = "graph break", "recompile"
+_JOINT = "simplefsdp_joint"
+"""In `meta` of the output of a forward and a backward graph: the number of the joint graph both are of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +80,10 @@ class Capture:
         dumps: keep each graph before and after each pass; False leaves graphs as they are once they are planned.
 
     Attributes:
-        graphs: facts of every planned graph, in order of compilation.
+        graphs: facts of every graph, in order of compilation; of one without tags, that of a piece without parameters
+            for one, as traced.
+        runs: which of them ran, in order; a model that is called twice adds to them.
+        found_tags: whether any graph reads a sharded parameter.
         eager: forward and backward of eager mode for every joint graph, where asked for and where it can be read.
         dumps: each graph before and after each pass.
         interruptions: graph breaks, in order.
@@ -90,7 +96,10 @@ class Capture:
     ) -> None:
         self._setups, self._pinned = setups, pinned
         self._joint = JointHook(setups, pinned)
-        self._saved: list[dict[str, Saved]] = []
+        self._joints = 0
+        self._forward: dict[int, tuple[int, dict[str, Saved]]] = {}  # of each joint graph
+        self._recorder = Recorder()
+        self.found_tags = False
         self._read_eager, self._keep_dumps = eager, dumps
         self.graphs: list[GraphFacts] = []
         self.eager: list[GraphFacts] = []
@@ -125,26 +134,44 @@ class Capture:
             )
             self.eager += found or ()
         self._run("joint", self._joint, joint.graph)
-        return min_cut_partition(joint, inputs, **kwargs)
+        parts = min_cut_partition(joint, inputs, **kwargs)
+        for part in parts:
+            part.graph.output_node().meta[_JOINT] = self._joints
+        self._joints += 1
+        return parts
 
     def _compiler(self, kind: str) -> Callable[..., Any]:
         def compile_graph(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
             if kind == "inference":
                 self._run("joint", self._joint, gm.graph)
-            self._plan(kind, gm.graph)
-            return _without_computing(gm)
+            joint = gm.graph.output_node().meta.get(_JOINT, -1)
+            forward = None if kind == "inference" else self._forward.get(joint)
+            saved = None
+            if kind == "backward":
+                saved = _starts_of(gm.graph) | ({} if forward is None else forward[1])
+            elif kind == "forward":
+                self._forward[joint] = len(self.graphs), saved_values(gm.graph)
+            number = len(self.graphs)
+            self._plan(kind, gm.graph, saved)
+
+            def ran() -> None:
+                if kind == "backward":
+                    self._recorder.backward(number, None if forward is None else forward[0])
+                else:
+                    self._recorder.forward(number)
+
+            return _without_computing(gm, ran)
 
         return compile_graph
 
-    def _plan(self, kind: str, graph: fx.Graph) -> None:
+    def _plan(self, kind: str, graph: fx.Graph, saved: Mapping[str, Saved] | None) -> None:
         setup = choose_setup(self._setups, graph, pinned=self._pinned)
-        if setup is None:
+        if setup is None:  # nothing in it asks for passes: it takes its time, and its collectives stay
+            self.graphs.append(_as_traced(kind, graph, self._setups[-1], saved))
             return
+        self.found_tags = True
         merge_waits(graph)
         self.profiles[setup.profile.name] = None
-        saved = self._find_saved(graph) if kind == "backward" else None
-        if kind == "forward":
-            self._saved.append(saved_values(graph))
         if not self._keep_dumps:  # what the pass would make of the graph nobody sees, and nothing runs it
             self.graphs.append(_facts(kind, graph, plan_graph(graph, setup), saved))
             return
@@ -154,18 +181,13 @@ class Capture:
         )
         failure = self._run(kind, hook, graph)
         if failure or not read:  # the pass failed, or there is nothing to plan
-            config = dataclasses.replace(setup.config, planner="none", move_compute=False)
-            found = plan_graph(graph, dataclasses.replace(setup, config=config))
-            read = [dataclasses.replace(_facts(kind, graph, found, saved), failure=failure)]
+            read = [dataclasses.replace(_as_traced(kind, graph, setup, saved), failure=failure)]
         self.graphs += read
 
-    def _find_saved(self, graph: fx.Graph) -> dict[str, Saved]:
-        """What the forward of a backward graph saved for it, and the gradients it starts from."""
-        inputs = list(graph.find_nodes(op="placeholder"))
-        names = {node.name for node in inputs}
-        best = max(self._saved, key=lambda saved: len(names & saved.keys()), default={})
-        tangents = {node.name: Saved(Memory.ACTIVATIONS, node.name) for node in inputs if is_tangent(node)}
-        return best | tangents
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """See the class."""
+        return tuple(self._recorder.runs)
 
     def _run(self, kind: str, hook: JointHook | PostGradHook, graph: fx.Graph) -> str:
         """Run a pass, and keep the graph before and after; returns why the pass failed, or ""."""
@@ -179,6 +201,18 @@ class Capture:
             number = sum(dump.graph == kind for dump in self.dumps)
             self.dumps.append(Dump(number, record.name, kind, before, graph_lines(graph), record.failure))
         return record.failure
+
+
+def _starts_of(graph: fx.Graph) -> dict[str, Saved]:
+    """The gradients that a backward graph starts from."""
+    inputs = filter(is_tangent, graph.find_nodes(op="placeholder"))
+    return {node.name: Saved(Memory.ACTIVATIONS, node.name) for node in inputs}
+
+
+def _as_traced(kind: str, graph: fx.Graph, setup: Setup, saved: Mapping[str, Saved] | None) -> GraphFacts:
+    """Facts of a graph that no pass changes."""
+    config = dataclasses.replace(setup.config, planner="none", move_compute=False)
+    return _facts(kind, graph, plan_graph(graph, dataclasses.replace(setup, config=config)), saved)
 
 
 def _facts(kind: str, graph: fx.Graph, found: GraphPlan, saved: Mapping[str, Saved] | None) -> GraphFacts:
@@ -195,15 +229,20 @@ def _facts(kind: str, graph: fx.Graph, found: GraphPlan, saved: Mapping[str, Sav
     )
 
 
-def _without_computing(gm: fx.GraphModule) -> Callable[..., Any]:
+def _without_computing(gm: fx.GraphModule, ran: Callable[[], None]) -> Callable[..., Any]:
     """A stand-in for a compiled graph that returns tensors of the right shapes.
 
     They are fake in the mode of the inputs, not of the trace: code between two graphs may use both together.
+
+    Args:
+        gm: the graph.
+        ran: called at every run.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     outputs = gm.graph.output_node().args[0]
 
     def run(*args: Any) -> tuple[Any, ...]:
+        ran()
         given = dict(zip(inputs, args, strict=True))
         return tuple(_outputs(outputs, given, _compat.find_fake_mode(args)))
 

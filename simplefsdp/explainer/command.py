@@ -80,7 +80,7 @@ def _run(options: ExplainOptions) -> int:
         )
         with explain_failure(target.name):
             report = explain(target.model, *target.inputs, ranks=options.gpus, wrap=wrap, title=target.name)
-        if not report.graphs:
+        if next(target.model.parameters(), None) is None:
             raise TraceError(f"{target.name} has no parameters: there is nothing to shard or explain")
     except TraceError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)

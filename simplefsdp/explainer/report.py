@@ -8,11 +8,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
+from collections import Counter
 from pathlib import Path
 
 from simplefsdp.explainer.capture import GRAPH_BREAK, Dump, Interruption
 from simplefsdp.explainer.facts import GraphFacts, Memory
 from simplefsdp.explainer.lines import diff_lines
+from simplefsdp.explainer.runs import Run
 from simplefsdp.explainer.schedule import Timeline, make_timeline
 from simplefsdp.explainer.table import BucketRow, bucket_rows, table_text
 from simplefsdp.explainer.verdict import GIB, Verdict, make_verdict
@@ -25,6 +28,9 @@ SCHEDULE_PNG, SCHEDULE_HTML, TRACE_JSON, REPORT_TEXT = (
 )
 
 
+_DUMP = re.compile(r"(joint|forward|backward|inference)\d*\.(reshard|bucket)\.(before\.txt|after\.txt|diff)")
+
+
 @dataclasses.dataclass(frozen=True)
 class Report:
     """What the passes did with a model, and what the model of the hardware says it costs.
@@ -33,6 +39,7 @@ class Report:
         title: what was explained: the model, the ranks.
         profile: name of the hardware profile that all times are modelled with.
         graphs: forward, backward; several pairs after graph breaks.
+        runs: which graph runs when in a step; a graph that equal modules share runs several times.
         dumps: each graph before and after each pass.
         interruptions: graph breaks and recompiles.
         eager: forward and backward as eager mode would run them, if that was asked for and can be read.
@@ -43,6 +50,7 @@ class Report:
     graphs: tuple[GraphFacts, ...]
     dumps: tuple[Dump, ...]
     interruptions: tuple[Interruption, ...]
+    runs: tuple[Run, ...]
     eager: tuple[GraphFacts, ...] = ()
 
     @functools.cached_property
@@ -58,7 +66,7 @@ class Report:
     @functools.cached_property
     def verdict(self) -> Verdict:
         """Step time, lower bound, exposed share, peak memory, what to change."""
-        return make_verdict(self.graphs, self.timelines, self.profile)
+        return make_verdict(self.graphs, self.timelines, self.runs, self.profile)
 
     @property
     def caption(self) -> str:
@@ -76,19 +84,23 @@ class Report:
 
     def __str__(self) -> str:
         parts = [self.caption, str(self.verdict), *self.warnings]
-        for facts, timeline, rows in zip(self.graphs, self.timelines, self.tables, strict=True):
+        times = Counter(run.graph for run in self.runs)
+        for number, (facts, timeline, rows) in enumerate(
+            zip(self.graphs, self.timelines, self.tables, strict=True)
+        ):
             peak = timeline.peak
             uses = ", ".join(
                 f"{use.value} {size / GIB:.3f}" for use, size in zip(Memory, peak.by_use, strict=True) if size
             )
             bound = facts.plan.lower_bound
-            step = f"{facts.kind}: modelled {timeline.step_ns / 1e6:.3f} ms, {timeline.exposed_ns / 1e6:.3f} ms exposed"
+            often = f", {times[number]} times a step" if times[number] != 1 else ""
+            took = f"modelled {timeline.step_ns / 1e6:.3f} ms, {timeline.exposed_ns / 1e6:.3f} ms exposed"
             limit = f"lower bound {bound.time_ns / 1e6:.3f} ms ({bound.limit})"
             count = f"{len(facts.problem.collectives)} collectives in {len(rows)} buckets, planner {facts.plan.planner}"
             most = (
                 f"peak {peak.total_bytes / GIB:.3f} GiB at {peak.time_ns / 1e6:.3f} ms: {uses or 'nothing'}"
             )
-            parts += ["", f"{step}, {limit}; {count}", most]
+            parts += ["", f"{facts.kind}{often}: {took}, {limit}; {count}", most]
             if facts.failure:
                 parts.append(f"the passes left this graph alone: {facts.failure}")
             parts += [facts.motion] if facts.motion else []
@@ -123,7 +135,7 @@ class Report:
         """The timelines in the trace event format that Perfetto and chrome://tracing open."""
         from simplefsdp.explainer.trace_events import trace_events
 
-        return trace_events(self.timelines, self.caption)
+        return trace_events(self.timelines, self.runs, self.caption)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the timelines as a picture.
@@ -142,7 +154,7 @@ class Report:
         """Write everything into a directory.
 
         Args:
-            directory: created if it is not there.
+            directory: created if it is not there. Files of an earlier report are replaced, and its dumps taken away.
             picture: also draw the PNG, which needs matplotlib.
 
         Returns:
@@ -162,6 +174,9 @@ class Report:
             texts[f"{name}.before.txt"] = "\n".join([*dump.before, ""])
             texts[f"{name}.after.txt"] = "\n".join([*dump.after, ""])
             texts[f"{name}.diff"] = diff_lines(dump.before, dump.after, f"{dump.graph} {dump.name}") + "\n"
+        for path in folder.iterdir():  # dumps of an earlier report with more graphs
+            if _DUMP.fullmatch(path.name) and path.name not in texts:
+                path.unlink()
         for file, text in texts.items():
             (folder / file).write_text(text, encoding="utf-8")
         files = [folder / file for file in texts]

@@ -1,7 +1,7 @@
 """Timelines as Chrome trace events, which Perfetto and chrome://tracing open.
 
 Owns the format ("Trace Event Format", Google 2016: complete events "X", counters "C", metadata "M"; times in
-microseconds). One process per graph, one thread per row; the graphs follow each other in time.
+microseconds). One process per graph, one thread per row; the runs of graphs follow each other in time.
 """
 
 from __future__ import annotations
@@ -10,25 +10,29 @@ from collections.abc import Sequence
 from typing import Any
 
 from simplefsdp.explainer.facts import Memory
+from simplefsdp.explainer.runs import Run
 from simplefsdp.explainer.schedule import Timeline
 
 _NS_PER_US = 1000
 _MIB = 2**20
 
 
-def trace_events(timelines: Sequence[Timeline], caption: str) -> dict[str, object]:
+def trace_events(timelines: Sequence[Timeline], runs: Sequence[Run], caption: str) -> dict[str, object]:
     """The trace as a value for `json.dump`.
 
     Args:
-        timelines: in the order in which they run.
+        timelines: of every graph.
+        runs: of the step.
         caption: kept with the trace.
     """
     events: list[dict[str, Any]] = []
-    start_ns = 0
+    threads = [{row: thread for thread, row in enumerate(timeline.rows)} for timeline in timelines]
     for process, timeline in enumerate(timelines):
         events.append(_name("process_name", f"{timeline.kind} (modelled)", process))
-        rows = {row: thread for thread, row in enumerate(timeline.rows)}
-        events += [_name("thread_name", row, process, thread) for row, thread in rows.items()]
+        events += [_name("thread_name", row, process, thread) for row, thread in threads[process].items()]
+    start_ns = 0
+    for run in runs:
+        process, timeline, rows = run.graph, timelines[run.graph], threads[run.graph]
         for span in timeline.spans:
             arguments: dict[str, Any] = {} if span.bucket is None else {"bucket": span.bucket}
             events.append(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from inductor_passes.timeline import ExposureReason
 from simplefsdp.explainer.facts import GraphFacts
+from simplefsdp.explainer.runs import Run, peak_by_use
 from simplefsdp.explainer.schedule import Timeline, bucket_name
 
 NEGLIGIBLE_SHARE = 0.01
@@ -35,7 +36,7 @@ AT_ONCE_ADVICE = "it is waited for where it starts; planner 'auto' would move th
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Sums over all graphs of a step; everything is modelled.
+    """Sums over all runs of graphs in a step; everything is modelled.
 
     Args:
         step_ns: forward and backward.
@@ -62,27 +63,32 @@ class Verdict:
         return f"{text}; {self.change or 'nothing worth changing'}"
 
 
-def make_verdict(graphs: Sequence[GraphFacts], timelines: Sequence[Timeline], profile: str) -> Verdict:
+def make_verdict(
+    graphs: Sequence[GraphFacts], timelines: Sequence[Timeline], runs: Sequence[Run], profile: str
+) -> Verdict:
     """Judge the graphs of one step.
 
     Args:
         graphs: forward, backward, more after graph breaks.
         timelines: theirs.
+        runs: which graph runs when.
         profile: name of the hardware profile.
     """
-    step = sum(timeline.step_ns for timeline in timelines)
-    exposed = sum(timeline.exposed_ns for timeline in timelines)
+    step = sum(timelines[run.graph].step_ns for run in runs)
+    exposed = sum(timelines[run.graph].exposed_ns for run in runs)
     return Verdict(
         step_ns=step,
-        bound_ns=sum(facts.plan.lower_bound.time_ns for facts in graphs),
+        bound_ns=sum(graphs[run.graph].plan.lower_bound.time_ns for run in runs),
         exposed_ns=exposed,
-        peak_bytes=max((timeline.peak.total_bytes for timeline in timelines), default=0),
-        change=_advice(graphs, timelines, step),
+        peak_bytes=sum(peak_by_use(timelines, runs)),
+        change=_advice(graphs, timelines, step, exposed),
         profile=profile,
     )
 
 
-def _advice(graphs: Sequence[GraphFacts], timelines: Sequence[Timeline], step_ns: int) -> str:
+def _advice(
+    graphs: Sequence[GraphFacts], timelines: Sequence[Timeline], step_ns: int, exposed_ns: int
+) -> str:
     failed = [facts for facts in graphs if facts.failure]
     if failed:
         return f"the passes left the {failed[0].kind} graph alone: {failed[0].failure}"
@@ -92,9 +98,9 @@ def _advice(graphs: Sequence[GraphFacts], timelines: Sequence[Timeline], step_ns
         for bucket, time in enumerate(timeline.buckets)
         if time.exposed_ns
     ]
-    if not worst or sum(item[0] for item in worst) < NEGLIGIBLE_SHARE * step_ns:
+    if not worst or exposed_ns < NEGLIGIBLE_SHARE * step_ns:
         return ""
-    exposed_ns, at, bucket = max(worst, key=lambda item: (item[0], -item[1], -item[2]))
+    most_ns, at, bucket = max(worst, key=lambda item: (item[0], -item[1], -item[2]))
     facts, reason = graphs[at], timelines[at].buckets[bucket].reason
     name = bucket_name(facts, facts.plan, bucket, most=1)
     placed = facts.plan.buckets[bucket]
@@ -105,4 +111,4 @@ def _advice(graphs: Sequence[GraphFacts], timelines: Sequence[Timeline], step_ns
         advice = KEEP_ADVICE
     else:
         advice = ADVICE[reason]
-    return f"{facts.kind} {name} {exposed_ns / 1e6:.3f} ms exposed: {advice}"
+    return f"{facts.kind} {name} {most_ns / 1e6:.3f} ms exposed: {advice}"

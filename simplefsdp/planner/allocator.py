@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from simplefsdp.explainer.facts import Memory
+from simplefsdp.explainer.runs import Run
 from simplefsdp.explainer.schedule import Stream, Timeline
 
 ROUND_BYTES = 512
@@ -91,15 +92,18 @@ class _Change:
     comes: bool
 
 
-def reserved_bytes(timelines: Sequence[Timeline], resident: Iterable[int], *, own_streams: bool) -> int:
+def reserved_bytes(
+    timelines: Sequence[Timeline], runs: Sequence[Run], resident: Iterable[int], *, own_streams: bool
+) -> int:
     """Reserved bytes of a training step.
 
     Args:
-        timelines: forward and backward.
+        timelines: of every graph.
+        runs: of the step.
         resident: sizes of what is there throughout: parameters and optimizer states.
         own_streams: whether gathers and reductions allocate on streams of their own, as in FSDP2.
     """
-    sizes, streams, changes = _script(timelines)
+    sizes, streams, changes = _script(timelines, runs)
     segments: dict[tuple[Stream, bool], Segment] = {}
 
     def segment(size_bytes: int, stream: Stream) -> Segment:
@@ -120,30 +124,37 @@ def reserved_bytes(timelines: Sequence[Timeline], resident: Iterable[int], *, ow
     return sum(item.reserved_bytes for item in segments.values())
 
 
-def _script(timelines: Sequence[Timeline]) -> tuple[list[int], list[Stream], list[_Change]]:
+_Left = dict[tuple[Memory, int], list[int]]
+"""Tensors that a run has left, by use and size, in order of birth."""
+
+
+def _script(
+    timelines: Sequence[Timeline], runs: Sequence[Run]
+) -> tuple[list[int], list[Stream], list[_Change]]:
     """Sizes and streams of all tensors of a step, and every coming and going in order.
 
-    What outlives a graph goes on as what was there before the next; what no graph takes over goes at its end, and what
-    the last one leaves, the gradients, goes when the step is over.
+    What outlives a forward goes on as what was there before its backward; what that does not take over goes when it
+    begins. A backward hands the gradients it ends with to the next, and leaves those of parameters until the step is
+    over.
     """
     sizes: list[int] = []
     streams: list[Stream] = []
     changes: list[_Change] = []
-    alive: dict[
-        tuple[Memory, int], list[int]
-    ] = {}  # left by the graph before, by use and size, in order of birth
-    for timeline in timelines:
+    saved: dict[int, _Left] = {}  # by run of a forward
+    ending: _Left = {}  # left by the backward before
+    for number, run in enumerate(runs):
+        timeline = timelines[run.graph]
+        taken = [ending] if run.forward is None else [saved.pop(run.forward, {}), ending]
         tensor_of: dict[int, int] = {}
         timed: list[tuple[int, int, _Change]] = []
         order = sorted(range(len(timeline.holdings)), key=lambda at: timeline.holdings[at].end)
         for at in order:  # what was made last is, among equals, used up first
             holding = timeline.holdings[at]
-            left = alive.get((holding.use, holding.size_bytes))
+            key = holding.use, holding.size_bytes
+            left = next((here[key] for here in taken if here.get(key)), None)
             if holding.before and left:
                 tensor_of[at] = left.pop()
-        for rest in alive.values():
-            changes += [_Change(tensor, False) for tensor in rest]
-        alive = {}
+        changes += [_Change(tensor, False) for here in taken for rest in here.values() for tensor in rest]
         for at, holding in enumerate(timeline.holdings):
             if at not in tensor_of:
                 tensor_of[at] = len(sizes)
@@ -154,10 +165,11 @@ def _script(timelines: Sequence[Timeline]) -> tuple[list[int], list[Stream], lis
                 timed.append((2 * holding.end + 1, len(timed), _Change(tensor_of[at], False)))
         timed.sort(key=lambda item: item[:2])
         changes += [change for _, _, change in timed]
+        ending = {}
+        out = ending if timeline.kind == "backward" else saved.setdefault(number, {})
         for at, holding in sorted(enumerate(timeline.holdings), key=lambda item: item[1].begin):
-            if holding.end >= timeline.nodes:
-                alive.setdefault((holding.use, holding.size_bytes), []).append(tensor_of[at])
-    changes += [_Change(tensor, False) for rest in alive.values() for tensor in rest]
+            if holding.end >= timeline.nodes and (out is not ending or holding.use is not Memory.GRADIENTS):
+                out.setdefault((holding.use, holding.size_bytes), []).append(tensor_of[at])
     return sizes, streams, changes
 
 

@@ -15,9 +15,10 @@ from simplefsdp.explainer.api import explain
 from simplefsdp.explainer.facts import GraphFacts
 from simplefsdp.explainer.hardware import Hardware
 from simplefsdp.explainer.report import Report
+from simplefsdp.explainer.runs import Run
 from simplefsdp.explainer.target import Target
 from simplefsdp.explainer.wrapping import block_patterns, wrap_options
-from simplefsdp.planner.extend import TRACED_LAYERS, ExtensionError, extend
+from simplefsdp.planner.extend import TRACED_LAYERS, ExtensionError, extend, has_layers
 from simplefsdp.planner.predict import Stored
 from simplefsdp.planner.stack import cut, find_stack, restore
 
@@ -54,7 +55,8 @@ class Traced:
     """A step of a model, ready to be predicted.
 
     Args:
-        graphs: forward and backward.
+        graphs: forward and backward; more where the graph breaks.
+        runs: which of them runs when in a step.
         parameters: of the whole model, by name.
         note: how the graphs were obtained.
         warnings: graph breaks and recompiles.
@@ -63,6 +65,7 @@ class Traced:
     """
 
     graphs: tuple[GraphFacts, ...]
+    runs: tuple[Run, ...]
     parameters: Mapping[str, Parameter]
     note: str
     warnings: tuple[str, ...]
@@ -127,8 +130,18 @@ def trace(
         removed = cut(target.model, stack)
         try:
             report = look()
+            if len(report.runs) > len(report.graphs):
+                raise ExtensionError("the graph breaks inside a layer")
+            is_broken = len(report.graphs) > 2 and any(
+                has_layers(facts, stack.name) for facts in report.graphs
+            )
             graphs, eager_graphs = (
-                tuple(extend(facts, stack.name, stack.layers) for facts in few)
+                tuple(
+                    facts  # a piece before or behind the layers
+                    if is_broken and not has_layers(facts, stack.name)
+                    else extend(facts, stack.name, stack.layers)
+                    for facts in few
+                )
                 for few in (report.graphs, report.eager)
             )
         except Exception as error:
@@ -138,11 +151,23 @@ def trace(
         else:
             note = f"{TRACED_LAYERS} of the {stack.layers} equal layers of {stack.name!r} traced, one of them repeated"
             return Traced(
-                planned(graphs, planner), parameters, note, report.warnings, eager_graphs, buffer_bytes
+                planned(graphs, planner),
+                report.runs,
+                parameters,
+                note,
+                report.warnings,
+                eager_graphs,
+                buffer_bytes,
             )
     report = look()
     return Traced(
-        planned(report.graphs, planner), parameters, note, report.warnings, report.eager, buffer_bytes
+        planned(report.graphs, planner),
+        report.runs,
+        parameters,
+        note,
+        report.warnings,
+        report.eager,
+        buffer_bytes,
     )
 
 

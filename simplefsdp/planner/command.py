@@ -88,7 +88,7 @@ def _predict(options: PlanOptions, hardware: Hardware, profile: HardwareProfile)
     """Compare planners in the step that the options describe; then scale it, if asked to."""
     from simplefsdp.planner.compare import predict_peers
     from simplefsdp.planner.predict import predict
-    from simplefsdp.planner.text import memory_text, planners_text
+    from simplefsdp.planner.text import best_text, memory_text, planners_text
     from simplefsdp.planner.tracing import trace_fresh
 
     step = trace_fresh(dataclasses.replace(_request(options), eager=True), hardware)
@@ -99,6 +99,7 @@ def _predict(options: PlanOptions, hardware: Hardware, profile: HardwareProfile)
             traced.graphs,
             profile,
             stored,
+            runs=traced.runs,
             planner=planner,
             tokens=step.tokens,
             flops_per_token=step.flops_per_token,
@@ -114,7 +115,6 @@ def _predict(options: PlanOptions, hardware: Hardware, profile: HardwareProfile)
         flops_per_token=step.flops_per_token,
     )
     best = min(predictions, key=lambda item: item.step_ns)
-    forward_backward = " + ".join(f"{line.kind} {line.step_ns / 1e6:.1f}" for line in best.timelines)
     checkpointing = "" if options.is_own_model else f", activation checkpointing {step.request.ac}"
     print(
         f"{step.name} on {options.gpus} {hardware.name}, sharded over {step.request.factor}{checkpointing}; modelled, "
@@ -126,8 +126,8 @@ def _predict(options: PlanOptions, hardware: Hardware, profile: HardwareProfile)
     for line in peers.lines():
         print(f"\n{line}")
     print()
-    print(f"best: {best.planner}, ms: {forward_backward} + optimizer {best.optimizer_ns / 1e6:.1f}")
-    print(memory_text(best.memory, hardware, graphs=len(traced.graphs), is_own=options.is_own_model))
+    print(best_text(best))
+    print(memory_text(best.memory, hardware, is_own=options.is_own_model))
     if options.scale:
         _scale(options, hardware, profile, step)
 
@@ -169,11 +169,12 @@ def _search(options: PlanOptions, hardware: Hardware, profile: HardwareProfile) 
 
 def _emit(options: PlanOptions, directory: Path) -> int:
     """Write the code of forward and backward; this process needs no torch for it."""
-    from simplefsdp.planner.emit.command import FEW_LAYERS, EmitError, emit, save, summary
+    from simplefsdp.planner.emit.command import FEW_LAYERS, EmitError, check_free, emit, save, summary
     from simplefsdp.planner.emit.gpus import find_gpu
     from simplefsdp.planner.emit.worker import EmitRequest
 
     hardware = options.on_hardware()
+    check_free(directory)
     gpu = find_gpu(hardware.profile)
     assert gpu is not None  # checked with the options
     step = dataclasses.replace(
@@ -199,10 +200,10 @@ def _emit(options: PlanOptions, directory: Path) -> int:
 
 
 def _scale(options: PlanOptions, hardware: Hardware, profile: HardwareProfile, step: Step) -> None:
-    """Print a table for each way to shard, and draw them if asked to."""
+    """Print a table for each way to shard and one that compares them, and draw them if asked to."""
     from simplefsdp.planner.picture import plot_scaling
     from simplefsdp.planner.rescale import RescaleError
-    from simplefsdp.planner.scale import Scaling, scaling_text
+    from simplefsdp.planner.scale import Scaling, scaling_text, ways_text
     from simplefsdp.planner.tracing import trace_fresh
 
     scaling = Scaling(
@@ -222,13 +223,16 @@ def _scale(options: PlanOptions, hardware: Hardware, profile: HardwareProfile, s
     title = f"{step.name}, {kind}, planner {options.planners[-1]}; modelled, hardware profile {profile.name}"
     print(f"\n{title}")
     try:
-        for name, points in scaling.series(options.sharding_factor):
-            print(f"\n{name}")
+        for way, points in scaling.series(options.sharding_factor):
             if isinstance(points, str):
-                print(points)
-            else:
-                print(scaling_text(points, hardware.memory_bytes))
-                series[name] = points
+                print(f"\n{way.name}\n{points}")
+                continue
+            series[way.name] = points
+            if way.in_full:
+                print(f"\n{way.name}\n{scaling_text(points, hardware.memory_bytes)}")
+        if len(series) > 1:
+            print("\nall ways to shard: step, ms; * the fastest that fits, (in brackets) does not fit")
+            print(ways_text(series, hardware.memory_bytes))
     except RescaleError as error:
         raise UsageError(f"--scale cannot compute other numbers of devices: {error}") from error
     if options.plot is not None and series:

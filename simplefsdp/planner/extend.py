@@ -51,6 +51,17 @@ def extend(facts: GraphFacts, stack: str, layers: int) -> GraphFacts:
     return _Extension(facts, stack, layers - TRACED_LAYERS).result()
 
 
+def has_layers(facts: GraphFacts, stack: str) -> bool:
+    """Whether anything in a graph is of one of the layers.
+
+    Args:
+        facts: of a graph.
+        stack: fully qualified name of the `ModuleList` that holds them.
+    """
+    names = [region.module for region in facts.regions] + [item.name for item in facts.problem.collectives]
+    return any(name.startswith(f"{stack}.") for name in names)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Place:
     """How a layer's regions lie: the repeated layer is `first` to `second`, the next to `third`, the last to `tail`."""

@@ -5,13 +5,27 @@ Owns its look. Must not know how points are predicted.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from simplefsdp.explainer.draw import INSTALL_HINT
 from simplefsdp.planner.scale import ScalePoint
 
-COLOURS = ("#4c78a8", "#e45756", "#54a24b")
+COLOURS = (
+    "#4c78a8",
+    "#e45756",
+    "#54a24b",
+    "#f58518",
+    "#b279a2",
+    "#72b7b2",
+    "#eeca3b",
+    "#ff9da6",
+    "#9d755d",
+    "#bab0ac",
+    "#333333",
+)
+"""One for each way to shard that `scale` knows: Vega's "tableau10", and a grey."""
 
 
 def plot_scaling(
@@ -38,7 +52,7 @@ def plot_scaling(
     figure = Figure(figsize=(8, 6), dpi=130, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     ticks = sorted({point.load.world.devices for points in series.values() for point in points})
-    for (name, points), colour in zip(series.items(), COLOURS, strict=False):
+    for (name, points), colour in zip(series.items(), itertools.cycle(COLOURS), strict=False):
         devices = [point.load.world.devices for point in points]
         heights = [(point.tokens_per_s or 0) if has_tokens else point.step_ns / 1e6 for point in points]
         exposed = [100 * point.exposed_ns / point.step_ns for point in points]
@@ -59,5 +73,5 @@ def plot_scaling(
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.minorticks_off()
-    figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=len(series))
+    figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=min(len(series), 6))
     figure.savefig(path)

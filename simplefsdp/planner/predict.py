@@ -16,6 +16,7 @@ from inductor_passes.costs.profiles import HardwareProfile
 from inductor_passes.plan import Plan
 from inductor_passes.planners import plan_collectives
 from simplefsdp.explainer.facts import GraphFacts, Memory
+from simplefsdp.explainer.runs import Run, once_each, peak_by_use
 from simplefsdp.explainer.schedule import Timeline, make_timeline
 from simplefsdp.planner.allocator import reserved_bytes
 
@@ -75,7 +76,8 @@ class Prediction:
 
     Args:
         planner: who decided the schedule.
-        timelines: forward and backward.
+        timelines: forward and backward; more where the graph breaks.
+        runs: which of them runs when.
         optimizer_ns: clipping and AdamW.
         bound_ns: what no plan of the planners can beat, optimizer included; others that merge what is not next to each
             other may, by little.
@@ -87,6 +89,7 @@ class Prediction:
 
     planner: str
     timelines: tuple[Timeline, ...]
+    runs: tuple[Run, ...]
     optimizer_ns: int
     bound_ns: int
     memory: MemorySplit
@@ -97,12 +100,12 @@ class Prediction:
     @property
     def step_ns(self) -> int:
         """Forward, backward and optimizer."""
-        return sum(timeline.step_ns for timeline in self.timelines) + self.optimizer_ns
+        return sum(self.timelines[run.graph].step_ns for run in self.runs) + self.optimizer_ns
 
     @property
     def exposed_ns(self) -> int:
         """Time in which compute waits for communication."""
-        return sum(timeline.exposed_ns for timeline in self.timelines)
+        return sum(self.timelines[run.graph].exposed_ns for run in self.runs)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -125,6 +128,7 @@ def predict(
     profile: HardwareProfile,
     stored: Stored,
     *,
+    runs: Sequence[Run] | None = None,
     planner: str | None = None,
     tokens: int | None = None,
     flops_per_token: float | None = None,
@@ -136,6 +140,7 @@ def predict(
         graphs: forward and backward, with their plans.
         profile: hardware.
         stored: by one device.
+        runs: which graph runs when; None runs each once, in order.
         planner: plan anew with this one; None keeps the plans.
         tokens: of one device in one step.
         flops_per_token: that training needs.
@@ -147,17 +152,19 @@ def predict(
     ]
     timelines = tuple(make_timeline(facts, plan) for facts, plan in zip(graphs, plans, strict=True))
     optimizer_ns = ComputeModel(profile).move_ns(OPTIMIZER_PASSES * stored.trained)
-    peak = max((timeline.peak for timeline in timelines), key=lambda point: point.total_bytes)
-    held = dict(zip(Memory, peak.by_use, strict=True))
-    live_bytes = stored.total + stored.optimizer + peak.total_bytes
+    runs = once_each(facts.kind for facts in graphs) if runs is None else tuple(runs)
+    peak = peak_by_use(timelines, runs)
+    held = dict(zip(Memory, peak, strict=True))
+    live_bytes = stored.total + stored.optimizer + sum(peak)
     kept = [stored.total, *[stored.trained] * MOMENTS]
-    reserved = reserved_bytes(timelines, kept, own_streams=own_streams)
+    reserved = reserved_bytes(timelines, runs, kept, own_streams=own_streams)
     dtypes = profile.dtypes()
     return Prediction(
         planner=planner or (graphs[0].plan.planner if graphs else "none"),
         timelines=timelines,
+        runs=runs,
         optimizer_ns=optimizer_ns,
-        bound_ns=sum(plan.lower_bound.time_ns for plan in plans) + optimizer_ns,
+        bound_ns=sum(plans[run.graph].lower_bound.time_ns for run in runs) + optimizer_ns,
         memory=MemorySplit(
             parameters=stored.total,
             optimizer=stored.optimizer,

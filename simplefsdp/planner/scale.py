@@ -1,4 +1,4 @@
-"""How a step scales: 8 to 4096 devices, sharded over all, over one node or not at all, with weak or strong scaling.
+"""How a step scales: 8 to 4096 devices, every number of nodes that may share a copy, with weak or strong scaling.
 
 Owns which points there are, which batch each device has, and what has to be traced for them. Must not know how points
 are drawn.
@@ -11,7 +11,7 @@ larger than what it may take at once takes several equal passes per step and red
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from inductor_passes.costs.profiles import HardwareProfile
 from simplefsdp.explainer.hardware import GIB
@@ -85,24 +85,56 @@ class ScalePoint:
         return fit_word(self.total_bytes, memory_bytes)
 
 
-def worlds(factor: int | None, ranks_per_node: int) -> list[tuple[str, list[World]]]:
-    """The ways to shard, each with its worlds.
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to shard, on all numbers of devices that allow it.
+
+    Args:
+        name: for titles.
+        worlds: fewest devices first.
+        in_full: whether its points are shown one by one; others stand in the comparison of ways alone.
+    """
+
+    name: str
+    worlds: tuple[World, ...]
+    in_full: bool = True
+
+
+def ways(factor: int | None, ranks_per_node: int) -> tuple[Way, ...]:
+    """The ways to shard: over all, over one node or several, not at all.
 
     Args:
         factor: ranks that share one copy; None asks for all ways.
         ranks_per_node: devices of one node.
     """
     if factor is not None:
-        name = "replicated" if factor == 1 else f"sharded over {factor}"
-        return [(name, [World(devices, factor) for devices in DEVICES if devices % factor == 0])]
-    return [
-        ("sharded over all", [World(devices, devices) for devices in DEVICES]),
-        (
-            f"sharded over {ranks_per_node}",
-            [World(devices, ranks_per_node) for devices in DEVICES if devices % ranks_per_node == 0][1:],
-        ),
-        ("replicated", [World(devices, 1) for devices in DEVICES]),
+        return (
+            Way(
+                _way_name(factor),
+                tuple(World(devices, factor) for devices in DEVICES if devices % factor == 0),
+            ),
+        )
+    shared = [ranks_per_node, *(number for number in DEVICES if number > ranks_per_node)]
+    hybrid = [
+        Way(
+            _way_name(number),
+            tuple(
+                World(devices, number) for devices in DEVICES if devices > number and devices % number == 0
+            ),
+            in_full=number == ranks_per_node,
+        )
+        for number in shared
+        if number > 1 and number % ranks_per_node == 0
     ]
+    return (
+        Way("sharded over all", tuple(World(devices, devices) for devices in DEVICES)),
+        *(way for way in hybrid if way.worlds),
+        Way(_way_name(1), tuple(World(devices, 1) for devices in DEVICES)),
+    )
+
+
+def _way_name(factor: int) -> str:
+    return "replicated" if factor == 1 else f"sharded over {factor}"
 
 
 def loads(points: Sequence[World], batch: int, global_batch: int | None) -> Iterator[Load]:
@@ -147,7 +179,7 @@ class Scaling:
         self._planner, self._global_batch, self._tracer = planner, global_batch, tracer
         self._families: dict[bool, Family] = {}
 
-    def series(self, factor: int | None) -> Iterator[tuple[str, list[ScalePoint] | str]]:
+    def series(self, factor: int | None) -> Iterator[tuple[Way, list[ScalePoint] | str]]:
         """Points of each way to shard, or why there are none.
 
         Args:
@@ -157,26 +189,27 @@ class Scaling:
             RescaleError: other devices do not follow by arithmetic from what can be traced.
             UsageError, TraceError: as `trace_step`.
         """
-        for name, where in worlds(factor, self._profile.value("ranks_per_node")):
-            todo = list(loads(where, self._step.request.batch, self._global_batch))
+        for way in ways(factor, self._profile.value("ranks_per_node")):
+            todo = list(loads(way.worlds, self._step.request.batch, self._global_batch))
             held = self._step.traced.stored(1).least
             if not todo:
                 if self._global_batch is None:
-                    yield name, f"none of these numbers of devices divides by a sharding factor of {factor}"
+                    yield way, f"none of these numbers of devices divides by a sharding factor of {factor}"
                 else:
-                    yield name, f"a global batch of {self._global_batch} divides among none of these devices"
+                    yield way, f"a global batch of {self._global_batch} divides among none of these devices"
             elif todo[0].world.factor == 1 and self._memory_bytes is not None and held > self._memory_bytes:
                 room = f"{held / GIB:.1f} of {self._memory_bytes / GIB:.0f} GiB"
-                yield name, f"does not fit: parameters, gradients and optimizer alone take {room}"
+                yield way, f"does not fit: parameters, gradients and optimizer alone take {room}"
             else:
                 family = self._family(todo)
-                yield name, [self._point(family, load) for load in todo]
+                yield way, [self._point(family, load) for load in todo]
 
     def _point(self, family: Family, load: Load) -> ScalePoint:
         prediction = predict(
             family.graphs(load.batch, load.world),
             self._profile,
             family.high.traced.stored(load.world.factor),
+            runs=family.high.traced.runs,
             planner=self._planner,
             tokens=family.high.tokens_of(load.batch),
             flops_per_token=family.high.flops_per_token,
@@ -239,3 +272,33 @@ def scaling_text(points: Sequence[ScalePoint], memory_bytes: int | None) -> str:
         "fits",
     )
     return table(head, rows)
+
+
+def ways_text(series: Mapping[str, Sequence[ScalePoint]], memory_bytes: int | None) -> str:
+    """Steps side by side: one line per number of devices, one column per way to shard.
+
+    Args:
+        series: points of each way, by its name.
+        memory_bytes: of a device, None where it is not known.
+
+    Returns:
+        A table in ms. A star marks the fastest that fits, brackets what does not fit.
+    """
+    at = {(name, point.load.world.devices): point for name, points in series.items() for point in points}
+    rows = []
+    for devices in sorted({devices for _, devices in at}):
+        here = {name: at[name, devices] for name in series if (name, devices) in at}
+        fitting = {
+            name: point.step_ns for name, point in here.items() if point.fit(memory_bytes) in ("yes", "?")
+        }
+        best = min(fitting, key=fitting.__getitem__, default=None)
+        cells = []
+        for name in series:
+            if name not in here:
+                cells.append("")
+                continue
+            text = f"{here[name].step_ns / 1e6:.1f}"
+            fits = here[name].fit(memory_bytes) != "no"
+            cells.append(f"{text}{'*' if name == best else ' '}" if fits else f"({text})")
+        rows.append((f"{devices}", *cells))
+    return table(("devices", *(name.removeprefix("sharded ") for name in series)), rows)

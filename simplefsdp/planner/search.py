@@ -305,6 +305,7 @@ class Search:
             family.graphs(batch, World(self._base.devices, factor)),
             self._profile,
             family.high.traced.stored(factor),
+            runs=family.high.traced.runs,
             planner=planner,
             tokens=family.high.tokens_of(batch),
             flops_per_token=family.high.flops_per_token,
@@ -313,7 +314,7 @@ class Search:
     def _bound(self, family: Family, batch: int, optimizer_ns: int) -> float:
         """The rate if communication took no time: none is higher."""
         graphs = family.graphs(batch, family.high.world)
-        compute_ns = sum(sum(facts.problem.region_ns) for facts in graphs)
+        compute_ns = sum(sum(graphs[run.graph].problem.region_ns) for run in family.high.traced.runs)
         return (family.high.tokens_of(batch) or batch) * 1e9 / (compute_ns + optimizer_ns)
 
 

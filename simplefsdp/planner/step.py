@@ -73,7 +73,7 @@ def trace_step(request: Request, hardware: Hardware) -> Step:
             whole=request.whole,
             eager=request.eager,
         )
-    if not traced.graphs:
+    if not traced.parameters:
         raise TraceError(f"{target.name} has no parameters: there is nothing to shard or plan")
     return Step(request, target.name, traced, target.tokens, target.flops_per_token)
 

@@ -16,12 +16,6 @@ TIGHT_SHARE = 0.9
 """Above this share of the device's memory, what is not modelled may not fit: the CUDA context, NCCL's buffers."""
 
 
-BROKEN = (
-    "does it fit: not known: the graph breaks, and memory is that of the largest part, without what others hold "
-    "meanwhile"
-)
-"""In place of an answer where there are more graphs than forward and backward."""
-
 SPEED_HEAD = ("tokens/s/device", "MFU")
 """Above the columns of `speed_cells`."""
 
@@ -56,19 +50,35 @@ def planners_text(predictions: Sequence[Prediction]) -> str:
     return table(head, rows)
 
 
-def memory_text(memory: MemorySplit, hardware: Hardware, *, graphs: int = 2, is_own: bool = False) -> str:
+def best_text(best: Prediction) -> str:
+    """Who plans best, and what the step is made of.
+
+    Args:
+        best: of the predictions that were shown.
+    """
+    spent: dict[str, list[int]] = {}
+    for run in best.runs:
+        timeline = best.timelines[run.graph]
+        spent.setdefault(timeline.kind, []).append(timeline.step_ns)
+    parts = [
+        f"{kind} {sum(times) / 1e6:.1f}" + (f" in {len(times)} pieces" if len(times) > 1 else "")
+        for kind, times in spent.items()
+    ]
+    return f"best: {best.planner}, ms: {' + '.join(parts)} + optimizer {best.optimizer_ns / 1e6:.1f}"
+
+
+def memory_text(memory: MemorySplit, hardware: Hardware, *, is_own: bool = False) -> str:
     """Where the memory goes, and whether it fits.
 
     Args:
         memory, hardware: to compare.
-        graphs: of one step; more than forward and backward where the graph breaks.
         is_own: whether the model is the user's, whose batch and checkpointing are not ours to choose.
     """
     uses = dataclasses.asdict(memory)
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in uses.items())
     lines = [
         f"memory at the peak, GiB: {parts}; together {memory.total_bytes / GIB:.2f}",
-        fit_text(memory, hardware, is_own=is_own) if graphs <= 2 else BROKEN,
+        fit_text(memory, hardware, is_own=is_own),
     ]
     return "\n".join(lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib.metadata
 import json
 import subprocess
@@ -18,6 +19,7 @@ from simplefsdp.cli import main
 from simplefsdp.llama.options import UsageError
 from simplefsdp.planner.emit import guard, worker
 from simplefsdp.planner.emit.code import emitted_codes
+from simplefsdp.planner.emit.command import Emitted, check_free, save
 from simplefsdp.planner.emit.gpus import GPUS, find_gpu
 from simplefsdp.planner.emit.ptx import check_triton, find_triton, kernels_of, lower
 from simplefsdp.planner.emit.worker import EmitRequest
@@ -86,6 +88,27 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["plan", *STEP, "--emit-triton", str(tmp_path / "file" / "out")]) == 2
     assert capsys.readouterr().err.endswith("file/out: Not a directory\n")
+
+
+def test_files_of_others_are_not_replaced(tmp_path, capsys):
+    (tmp_path / "backward.py").write_text("# mine\n")
+    assert main(["plan", *STEP, "--hardware", "a100", "--emit-triton", str(tmp_path)]) == 2
+    assert "backward.py is there, and this command has not written it" in capsys.readouterr().err
+    assert (tmp_path / "backward.py").read_text() == "# mine\n"
+
+
+def test_nothing_of_an_earlier_call_stays(tmp_path):
+    kernels = {"forward": {"triton_a": "a"}, "backward": {"triton_b": "b"}}
+    full = Emitted({"forward": "x = 1\n", "backward": "y = 1\n"}, kernels, "2.13", "a GPU", "flash", None)
+    assert len(save(full, "a model", tmp_path)) == 4
+    (tmp_path / "backward_ptx" / "notes.txt").write_text("mine")
+    check_free(tmp_path)
+    few = dataclasses.replace(full, sources={"forward": "x = 2\n"}, ptx={})
+    assert save(few, "a model", tmp_path) == [tmp_path / "forward.py"]
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert left == ["backward_ptx/notes.txt", "forward.py"]
+    assert not (tmp_path / "forward_ptx").exists()
+    assert (tmp_path / "forward.py").read_text().endswith("x = 2\n")
 
 
 def test_a_real_gpu_and_an_imported_torch_refuse_the_guard(monkeypatch):

@@ -127,7 +127,11 @@ def test_gathered_bytes_are_held_while_they_are_needed():
 
 
 def test_every_output_says_modelled_and_names_the_profile(report, tmp_path):
+    for old in ("forward3.bucket.diff", "notes.txt"):
+        (tmp_path / old).write_text("of a report with more graphs, and of the user")
     files = {path.name: path for path in report.save(tmp_path)}
+    assert not (tmp_path / "forward3.bucket.diff").exists()
+    assert (tmp_path / "notes.txt").exists()
     for name in ("report.txt", "schedule.html", "trace.json"):
         text = files[name].read_text()
         assert "modelled" in text

@@ -10,6 +10,7 @@ from inductor_passes.plan import Collective, GroupKey, LowerBound, PlanningProbl
 from inductor_passes.planners.schedule import make_plan
 from inductor_passes.timeline import ExposureReason
 from simplefsdp.explainer.facts import BEFORE, GraphFacts, Memory, Region, Traffic, Value
+from simplefsdp.explainer.runs import Run
 from simplefsdp.explainer.schedule import Activity, Span, make_timeline
 from simplefsdp.explainer.table import bucket_rows, shorten, table_text
 from simplefsdp.explainer.verdict import make_verdict
@@ -119,10 +120,10 @@ def test_the_table_says_where_and_why(alone):
 
 
 def test_the_verdict_names_the_largest_exposed_transfer(alone):
-    verdict = make_verdict([alone], [make_timeline(alone)], "h100_sxm")
+    verdict = make_verdict([alone], [make_timeline(alone)], [Run(0)], "h100_sxm")
     assert (verdict.step_ns, verdict.bound_ns, verdict.exposed_ns, verdict.peak_bytes) == (660, 600, 60, 128)
     assert "forward all_gather w 0.000 ms exposed: too little compute" in str(verdict)
-    assert str(make_verdict([], [], "h100_sxm")).endswith("nothing worth changing")
+    assert str(make_verdict([], [], [], "h100_sxm")).endswith("nothing worth changing")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_a_gather_that_backward_begins_with_could_stay_from_forward(kind, advice
     events = [(0, 0, False), (0, 0, True)]
     facts = facts_of([first], [], [Traffic(10, 80, None, True, 1)], [(0,)], events)
     facts = dataclasses.replace(facts, kind=kind, plan=dataclasses.replace(facts.plan, planner="auto"))
-    assert advice in make_verdict([facts], [make_timeline(facts)], "h100_sxm").change
+    assert advice in make_verdict([facts], [make_timeline(facts)], [Run(0)], "h100_sxm").change
 
 
 @pytest.mark.parametrize(

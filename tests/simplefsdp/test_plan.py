@@ -115,7 +115,7 @@ def test_stored_bytes_count_the_largest_shard():
         "half": torch.empty(2, dtype=torch.bfloat16),
     }
     parameters = {name: Parameter.of(nn.Parameter(tensor)) for name, tensor in tensors.items()}
-    traced = Traced((), parameters, "", ())
+    traced = Traced((), (), parameters, "", ())
     assert traced.stored(4).total == 4 * (3 * 3 + 1 + 1) + 2
     assert traced.stored(1).total == 4 * (30 + 4 + 1) + 4
 

@@ -10,6 +10,7 @@ import torch
 import simplefsdp
 from simplefsdp import simple_fsdp
 from simplefsdp.explainer.facts import BEFORE, Memory
+from simplefsdp.explainer.runs import Run
 from simplefsdp.explainer.schedule import Holding, Stream, Timeline, make_timeline
 from simplefsdp.llama.checkpointing import apply_activation_checkpointing, attention_kept, checkpointed
 from simplefsdp.llama.config import get_config
@@ -20,6 +21,7 @@ from tests.helpers.memory import LiveBytes
 from tests.helpers.worlds import fake_process_group
 
 RANKS, MIB = 4, 2**20
+PAIR = [Run(0), Run(1, forward=0)]
 
 
 class AttentionKeepingBlock(Block):
@@ -104,23 +106,42 @@ def test_a_tensor_needs_one_piece():
     # Logits in bf16, the same in fp32, log-probabilities, then two gradients while the last of these stays.
     loss = timeline(held(40, 0, 3), held(80, 1, 3), held(80, 2, 6), held(80, 5, 7), held(80, 6, 7))
     live = 3 * 80
-    assert reserved_bytes([loss], [], own_streams=False) == pages(live + 40)
+    assert reserved_bytes([loss], [Run(0)], [], own_streams=False) == pages(live + 40)
 
 
 def test_what_forward_leaves_backward_takes_over():
     end = 20
     forward = timeline(held(100, 0, end), held(60, 1, end))
     backward = timeline(held(100, 0, 3, before=True), held(60, 0, 5, before=True), held(40, 4, 6))
-    assert reserved_bytes([forward, backward], [], own_streams=False) == pages(160)
+    assert reserved_bytes([forward, backward], PAIR, [], own_streams=False) == pages(160)
     loss = timeline(held(100, 0, end), held(60, 1, end))
     unused = timeline(held(100, 0, 3, before=True), held(60, 1, 5))
-    assert reserved_bytes([loss, unused], [], own_streams=False) == pages(160), "60 goes when forward is over"
+    assert reserved_bytes([loss, unused], PAIR, [], own_streams=False) == pages(160), (
+        "60 goes when forward is over"
+    )
+
+
+def test_what_a_piece_leaves_stays_until_its_own_backward():
+    """Two runs of one forward: what the first left is there while the second runs, and its backward."""
+    end = 20
+    forward = timeline(held(100, 0, end))
+    backward = dataclasses.replace(timeline(held(100, 0, 3, before=True), held(60, 2, end)), kind="backward")
+    runs = [Run(0), Run(0), Run(1, forward=1), Run(1, forward=0)]
+    assert reserved_bytes([forward, backward], runs, [], own_streams=False) == pages(2 * 100 + 60)
+    gradient = Holding(Memory.GRADIENTS, 60 * MIB, 2, end)
+    backward = dataclasses.replace(timeline(held(100, 0, 3, before=True), gradient), kind="backward")
+    # The second gradient takes the place of the activations that the first backward has used up.
+    assert reserved_bytes([forward, backward], runs, [], own_streams=False) == pages(2 * 100 + 60)
+    assert reserved_bytes([forward, backward], runs[:1] + runs[3:], [], own_streams=False) == pages(100 + 60)
 
 
 def test_streams_and_small_tensors_have_segments_of_their_own():
     one = held(40, 0, 1)
     other = dataclasses.replace(held(40, 2, 3), stream=Stream.GATHER)
     small = Holding(Memory.ACTIVATIONS, 1000, 0, 19)
-    assert reserved_bytes([timeline(one, other)], [], own_streams=False) == pages(40)
-    assert reserved_bytes([timeline(one, other)], [], own_streams=True) == 2 * pages(40)
-    assert reserved_bytes([timeline(one, small)], [7 * MIB], own_streams=True) == pages(47) + SMALL_PAGE_BYTES
+    assert reserved_bytes([timeline(one, other)], [Run(0)], [], own_streams=False) == pages(40)
+    assert reserved_bytes([timeline(one, other)], [Run(0)], [], own_streams=True) == 2 * pages(40)
+    assert (
+        reserved_bytes([timeline(one, small)], [Run(0)], [7 * MIB], own_streams=True)
+        == pages(47) + SMALL_PAGE_BYTES
+    )

@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from inductor_passes.costs.profiles import load_profile
 from simplefsdp.cli import main
 from simplefsdp.explainer.hardware import GIB
+from simplefsdp.explainer.runs import once_each
 from simplefsdp.planner.build import Parameter, Traced
 from simplefsdp.planner.request import Request
 from simplefsdp.planner.rescale import RescaleError, World, at_batch, at_world
-from simplefsdp.planner.scale import DEVICES, Load, Scaling, loads, worlds
+from simplefsdp.planner.scale import DEVICES, Load, Scaling, loads, ways, ways_text
 from simplefsdp.planner.step import Step
 from tests.helpers.tower import explained
 
@@ -116,8 +117,14 @@ def step(devices=16, factor=16, batch=4, tokens=128):
     """A step as the command traces it, of the model above."""
     request = Request("small", None, None, batch, "none", devices, factor, "bf16", 4.0, True, False, "greedy")
     parameters = {name: Parameter.of(item) for name, item in Small().named_parameters()}
-    traced = Traced(facts_of(devices, factor, batch), parameters, "", ())
+    graphs = facts_of(devices, factor, batch)
+    traced = Traced(graphs, once_each(facts.kind for facts in graphs), parameters, "", ())
     return Step(request, "Small", traced, tokens * batch // 4, 1e6)
+
+
+def series_of(scaling, factor=None):
+    """Points of each way to shard, or why there are none, by name."""
+    return {way.name: points for way, points in scaling.series(factor)}
 
 
 def test_each_device_stores_the_largest_shard():
@@ -137,8 +144,48 @@ def test_what_each_device_computes():
         (16, 3, 2),
         (32, 3, 1),
     ]
-    assert [name for name, _ in worlds(None, 8)] == ["sharded over all", "sharded over 8", "replicated"]
-    assert [world.devices for world in worlds(16, 8)[0][1]] == list(DEVICES[1:])
+
+
+def test_every_number_of_nodes_may_share_a_copy():
+    every = {way.name: way for way in ways(None, 8)}
+    hybrid = [f"sharded over {factor}" for factor in DEVICES[:-1]]
+    assert list(every) == ["sharded over all", *hybrid, "replicated"]
+    assert [name for name, way in every.items() if way.in_full] == [
+        "sharded over all",
+        "sharded over 8",
+        "replicated",
+    ]
+    covered = {(world.devices, world.factor) for way in every.values() for world in way.worlds}
+    assert covered == {
+        (devices, factor) for devices in DEVICES for factor in (1, *DEVICES) if factor <= devices
+    }
+    assert [world.devices for world in ways(16, 8)[0].worlds] == list(DEVICES[1:])
+    assert [way.name for way in ways(None, 1)][:2] == ["sharded over all", "sharded over 8"]
+    assert "sharded over 8" not in [way.name for way in ways(None, 16)]
+
+
+def test_ways_stand_side_by_side_with_the_fastest_that_fits_marked():
+    found = series_of(
+        Scaling(step(), PROFILE, 80 * GIB, "greedy", None, lambda request: step(16, request.factor))
+    )
+    points = {name: item for name, item in found.items() if not isinstance(item, str)}
+    head, *lines = ways_text(points, 80 * GIB).splitlines()
+    assert head.split()[:6] == ["devices", "over", "all", "over", "8", "over"]
+    assert [line.split()[0] for line in lines] == [str(number) for number in DEVICES]
+    for line, devices in zip(lines, DEVICES, strict=True):
+        here = {
+            name: point.step_ns
+            for name, item in points.items()
+            for point in item
+            if point.load.world.devices == devices
+        }
+        assert line.split()[1:][list(here.values()).index(min(here.values()))].endswith("*"), line
+        assert line.count("*") == 1
+        assert len(line.split()) == 1 + len(here)
+    large = max(point.total_bytes for item in points.values() for point in item) - 1
+    text = ways_text(points, large)
+    assert "(" in text
+    assert all(not cell.endswith("*)") for cell in text.split())
 
 
 def test_strong_scaling_takes_passes_and_traces_what_is_needed():
@@ -148,9 +195,9 @@ def test_strong_scaling_takes_passes_and_traces_what_is_needed():
         asked.append(request)
         return step(16, 16 if request.factor > 1 else 1, request.batch)
 
-    scaling = Scaling(step(), PROFILE, 80 * GIB, "greedy", 256, tracer)
-    series = dict(scaling.series(None))
-    full, hybrid, replicated = series.values()
+    series = series_of(Scaling(step(), PROFILE, 80 * GIB, "greedy", 256, tracer))
+    assert series["sharded over 512"] == "a global batch of 256 divides among none of these devices"
+    full, hybrid, replicated = (series[name] for name in ("sharded over all", "sharded over 8", "replicated"))
     assert [point.load.world.devices for point in full] == [8, 16, 32, 64, 128, 256]
     assert [(point.load.batch, point.load.passes) for point in full] == [
         (4, 8),
@@ -171,7 +218,7 @@ def test_strong_scaling_takes_passes_and_traces_what_is_needed():
     assert [(request.factor, request.batch) for request in asked] == [(16, 1), (1, 4), (1, 1)]
     assert len(replicated) == 6
     stored = step().traced.stored
-    for points in series.values():
+    for points in (full, hybrid, replicated):
         for point in points:
             assert point.prediction.memory.parameters == stored(point.load.world.factor).total
 
@@ -183,7 +230,7 @@ def test_one_device_tells_nothing_about_several():
         asked.append(request)
         return step(request.devices, request.factor, request.batch)
 
-    series = dict(Scaling(step(1, 1), PROFILE, 80 * GIB, "greedy", None, tracer).series(None))
+    series = series_of(Scaling(step(1, 1), PROFILE, 80 * GIB, "greedy", None, tracer))
     for points in series.values():
         assert all(point.exposed_ns > 0 for point in points)
     assert [(request.devices, request.factor) for request in asked] == [(8, 8), (8, 1)]
@@ -192,7 +239,7 @@ def test_one_device_tells_nothing_about_several():
 
 
 def test_a_sharding_factor_that_fits_no_number_of_devices_is_named():
-    series = dict(Scaling(step(), PROFILE, 80 * GIB, "greedy", None, lambda request: step()).series(12))
+    series = series_of(Scaling(step(), PROFILE, 80 * GIB, "greedy", None, lambda request: step()), 12)
     assert list(series.values()) == ["none of these numbers of devices divides by a sharding factor of 12"]
 
 
@@ -200,7 +247,7 @@ def test_replicas_that_cannot_fit_are_not_traced():
     def tracer(request):
         raise AssertionError(request)
 
-    series = dict(Scaling(step(), PROFILE, 20_000, "greedy", None, tracer).series(None))
+    series = series_of(Scaling(step(), PROFILE, 20_000, "greedy", None, tracer))
     assert series["replicated"].startswith("does not fit: parameters, gradients and optimizer alone take")
     assert all(point.fit(20_000) == "no" for point in series["sharded over all"])
 
@@ -210,13 +257,16 @@ def test_the_command_prints_and_draws_all_ways_to_shard(capsys, tmp_path):
     arguments = ["--model", f"{__name__}:build", "--gpus", "16", "--planners", "greedy", "--scale"]
     assert main(["plan", *arguments, "--plot", str(picture)]) == 0
     said = capsys.readouterr().out
-    weak, *tables, trust = said[said.index("weak scaling") :].split("\n\n")
+    weak, *tables, together, trust = said[said.index("weak scaling") :].split("\n\n")
     assert trust.startswith("How far to trust this")
     assert "modelled, hardware profile h100_sxm" in weak
     assert [table.splitlines()[0] for table in tables] == ["sharded over all", "sharded over 8", "replicated"]
     devices = [[line.split()[0] for line in table.splitlines()[2:]] for table in tables]
     assert devices[0] == devices[2] == [str(number) for number in DEVICES]
     assert devices[1] == [str(number) for number in DEVICES[1:]]
+    assert together.startswith("all ways to shard: step, ms; * the fastest that fits")
+    assert [line.split()[0] for line in together.splitlines()[2:]] == [str(number) for number in DEVICES]
     drawn = picture.read_text()
     assert "sharded over 8" in drawn
+    assert "sharded over 2048" in drawn
     assert "does not fit" in drawn

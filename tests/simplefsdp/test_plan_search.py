@@ -11,6 +11,7 @@ import torch
 from inductor_passes.costs.profiles import load_profile
 from simplefsdp.cli import main
 from simplefsdp.explainer.hardware import GIB, find_hardware
+from simplefsdp.explainer.runs import once_each
 from simplefsdp.planner.build import Parameter, Traced
 from simplefsdp.planner.found import command_of, findings_text
 from simplefsdp.planner.options import PlanOptions
@@ -39,7 +40,13 @@ def traced(mode, batch, factor, reshard):
     ).graphs
     parameters = {name: Parameter.of(item) for name, item in make().named_parameters()}
     request = dataclasses.replace(BASE, ac=mode, batch=batch, factor=factor, reshard=reshard)
-    return Step(request, "tower", Traced(graphs, parameters, "", ()), SEQUENCE * batch, 1e6)
+    return Step(
+        request,
+        "tower",
+        Traced(graphs, once_each(facts.kind for facts in graphs), parameters, "", ()),
+        SEQUENCE * batch,
+        1e6,
+    )
 
 
 @pytest.fixture

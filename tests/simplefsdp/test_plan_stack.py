@@ -9,15 +9,17 @@ import torch
 from torch import Tensor, nn
 
 import simplefsdp
+from inductor_passes.costs.profiles import load_profile
 from simplefsdp.cli import main
 from simplefsdp.explainer.hardware import find_hardware
+from simplefsdp.explainer.runs import Recorder, Run, once_each
 from simplefsdp.explainer.target import Target
 from simplefsdp.explainer.wrapping import find_blocks
 from simplefsdp.planner.build import Parameter, Traced, trace
 from simplefsdp.planner.extend import TRACED_LAYERS
-from simplefsdp.planner.predict import MemorySplit
+from simplefsdp.planner.predict import MemorySplit, Prediction, predict
 from simplefsdp.planner.stack import find_stack
-from simplefsdp.planner.text import memory_text
+from simplefsdp.planner.text import best_text, memory_text
 from tests.helpers.tower import Tower
 
 LAYERS = TRACED_LAYERS + 3
@@ -89,7 +91,7 @@ def test_frozen_parameters_have_no_optimizer_states_and_buffers_are_stored():
     model = nn.ModuleDict({"frozen": nn.Linear(10, 4, bias=False), "adapter": nn.Linear(10, 2, bias=False)})
     model["frozen"].requires_grad_(False)
     parameters = {name: Parameter.of(item) for name, item in model.named_parameters()}
-    stored = Traced((), parameters, "", (), buffer_bytes=1000).stored(2)
+    stored = Traced((), (), parameters, "", (), buffer_bytes=1000).stored(2)
     assert (stored.total, stored.trained) == (4 * (20 + 10) + 1000, 4 * 10)
     assert (stored.optimizer, stored.least) == (80, 1120 + 3 * 40)
     model.register_buffer("mask", torch.zeros(8, 8, dtype=torch.bool))
@@ -127,11 +129,97 @@ def test_a_model_without_parameters_is_answered_in_a_line(capsys, tmp_path):
     assert "relu has no parameters: there is nothing to shard or explain" in capsys.readouterr().err
 
 
-def test_whether_a_broken_graph_fits_is_not_said():
+def test_what_to_do_where_a_step_does_not_fit_depends_on_whose_model_it_is():
     memory = MemorySplit(2**40, 0, 0, 0, 0, 0)
     hardware = find_hardware("h100")
     assert "it does not fit" in memory_text(memory, hardware)
+    assert "--ac" in memory_text(memory, hardware)
     assert "--ac" not in memory_text(memory, hardware, is_own=True)
-    text = memory_text(MemorySplit(1, 0, 0, 0, 0, 0), hardware, graphs=4)
-    assert "it fits" not in text
-    assert "not known: the graph breaks" in text
+
+
+class Piecewise(nn.Module):
+    """A layer in two pieces: they are compiled once, and all layers share what comes out."""
+
+    def __init__(self, width: int, broken: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.broken = nn.Linear(width, width), nn.Linear(width, width), broken
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.up(x))
+        if self.broken:
+            torch._dynamo.graph_break()
+        return x + self.down(x)
+
+
+class Mix(nn.Module):
+    """Compute without parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x) @ torch.cos(x).T @ x
+
+
+class Pieces(nn.Module):
+    """Layers, then a piece without parameters, then a head: the graph may break between them, or inside of a layer."""
+
+    def __init__(self, layers: int = 6, width: int = 256, *, broken: str = "") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Piecewise(width, broken == "inside") for _ in range(layers))
+        self.mix, self.head, self.broken = Mix(), nn.Linear(width, width), broken
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        if self.broken:
+            torch._dynamo.graph_break()
+        x = self.mix(x)
+        if self.broken:
+            torch._dynamo.graph_break()
+        return self.head(x)
+
+
+def pieces(broken: str) -> Traced:
+    torch.compiler.reset()
+    target = Target("pieces", Pieces(broken=broken), (torch.zeros(64, 256),), None, None)
+    return trace(target, find_hardware("h100"), gpus=8, planner="none")
+
+
+def step_of(traced: Traced) -> Prediction:
+    profile = load_profile("h100_sxm")
+    return predict(traced.graphs, profile, traced.stored(8), runs=traced.runs, planner="none")
+
+
+@pytest.mark.parametrize("broken", ["behind", "inside"])
+def test_a_broken_graph_takes_the_time_and_memory_of_all_its_pieces(broken):
+    """The same model in one graph is the oracle: kernels fuse differently, so times and bytes differ a little."""
+    whole, traced = pieces(""), pieces(broken)
+    assert any("graph break" in line for line in traced.warnings)
+    flops = [sum(item.graphs[run.graph].flops for run in item.runs) for item in (whole, traced)]
+    assert flops[0] == flops[1] > 0
+    sent = [
+        sum(part.received_bytes for run in item.runs for part in item.graphs[run.graph].traffic)
+        for item in (whole, traced)
+    ]
+    assert sent[0] == sent[1] > 0
+    one, many = step_of(whole), step_of(traced)
+    assert many.step_ns == pytest.approx(one.step_ns, rel=0.1)
+    assert many.memory.total_bytes == pytest.approx(one.memory.total_bytes, rel=0.1)
+    if broken == "inside":
+        assert len(traced.runs) > len(traced.graphs), "layers share their graphs"
+        assert "breaks inside a layer" in traced.note
+        assert "backward" in best_text(many)
+        assert f"in {len(traced.runs) // 2} pieces" in best_text(many)
+    else:
+        assert "4 of the 6 equal layers" in traced.note
+
+
+def test_the_backward_of_a_run_is_that_of_the_last_run_without_one():
+    recorder = Recorder()
+    recorder.forward(0)
+    recorder.forward(0)
+    recorder.forward(2)
+    recorder.backward(3, None)
+    recorder.backward(1, 0)
+    recorder.backward(1, 0)
+    recorder.backward(1, 0)
+    assert recorder.runs[3:] == [Run(3), Run(1, forward=1), Run(1, forward=0), Run(1)]
+    assert once_each(["forward", "forward", "backward", "backward"])[2:] == (Run(2, 1), Run(3, 0))

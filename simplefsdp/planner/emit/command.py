@@ -21,6 +21,9 @@ FEW_LAYERS = 3
 """Blocks of a Llama unless asked for more: the first, one like all others, and the last."""
 WORKER = "simplefsdp.planner.emit.worker"
 
+KINDS = ("forward", "backward")
+_WRITTEN = "# Written by TorchInductor: "
+
 _KERNEL = re.compile(r"^(\w+) = async_compile\.triton\(", re.MULTILINE)
 _COLLECTIVE = re.compile(r"_c10d_functional\.(\w+)\.default\(")
 
@@ -80,14 +83,51 @@ def emit(request: EmitRequest) -> Emitted:
     result = json.loads(done.stdout)
     if "error" in result:
         raise (UsageError if result["usage"] else EmitError)(result["error"])
-    sources = {kind: result[kind] for kind in ("forward", "backward") if kind in result}
+    sources = {kind: result[kind] for kind in KINDS if kind in result}
     return Emitted(
         sources, result["ptx"], result["torch"], result["device"], result["attention"], result["triton"]
     )
 
 
+def check_free(directory: Path) -> None:
+    """Check that what would be written replaces nothing but what this command has written before.
+
+    Raises:
+        UsageError: names the file that would be lost.
+    """
+    for path in (directory / f"{kind}.py" for kind in KINDS):
+        if path.exists() and not _is_ours(path):
+            raise UsageError(
+                f"--emit-triton {directory}: {path.name} is there, and this command has not written it; choose "
+                "another directory"
+            )
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return False
+    return len(lines) > 1 and lines[1].startswith(_WRITTEN)
+
+
+def _remove_old(directory: Path) -> None:
+    """Take away what an earlier call has left: the new code may have fewer graphs, and other kernels."""
+    for kind in KINDS:
+        path, lowered = directory / f"{kind}.py", directory / f"{kind}_ptx"
+        if not path.exists():
+            continue
+        path.unlink()
+        for old in lowered.glob("triton_*.ptx"):
+            old.unlink()
+        if lowered.is_dir() and not any(lowered.iterdir()):
+            lowered.rmdir()
+
+
 def save(emitted: Emitted, title: str, directory: Path) -> list[Path]:
     """Write a file for each graph, and a directory for its kernels in PTX; returns these.
+
+    What `check_free` lets be replaced is.
 
     Args:
         emitted: the code.
@@ -97,11 +137,12 @@ def save(emitted: Emitted, title: str, directory: Path) -> list[Path]:
     Raises:
         OSError: a file cannot be written.
     """
+    _remove_old(directory)
     files = []
     for kind, source in emitted.sources.items():
         head = (
             f"# {kind} of {title}\n"
-            f"# Written by TorchInductor: {emitted.writer}. Nothing of it has run.\n"
+            f"{_WRITTEN}{emitted.writer}. Nothing of it has run.\n"
             f"# Attention: {emitted.attention}.\n\n"
         )
         path = directory / f"{kind}.py"
