@@ -21,49 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import ModuleType
 
-__all__ = [
-    "CPU_ATTENTION",
-    "CheckpointPolicy",
-    "CustomGraphPass",
-    "PassChain",
-    "SchedulerSettings",
-    "accessed_bytes",
-    "aot_autograd_backend",
-    "buffer_lifetimes",
-    "called_operator",
-    "evaluate",
-    "fake_result",
-    "find_flop_formula",
-    "find_meshes",
-    "forget_hash",
-    "free_symbols",
-    "group_name",
-    "group_ranks",
-    "group_size",
-    "has_side_effect",
-    "hook_passes",
-    "hook_value",
-    "inductor_config",
-    "is_collective_kernel",
-    "is_opaque_kernel",
-    "is_reduction_kernel",
-    "is_tangent",
-    "is_wait_kernel",
-    "lowered_graph",
-    "lowered_position",
-    "min_cut_partition",
-    "order_only_buffers",
-    "origins",
-    "peak_bytes",
-    "read_buffers",
-    "reads_graph_inputs",
-    "rename",
-    "set_hook_passes",
-    "size_hint",
-    "stock_overlap",
-    "trace_structured",
-    "written_buffers",
-]
+__all__ = ["CheckpointPolicy", "CustomGraphPass", "trace_structured"]  # and all that is defined below
 
 # Operators that fx keeps alive as "impure" but that only check or annotate: moving a collective across them
 # changes nothing a program can see.
@@ -214,6 +172,13 @@ def group_ranks(group: Any) -> tuple[int, ...]:
 
         group = _resolve_process_group(group)  # type: ignore[arg-type]
     return tuple(torch.distributed.get_process_group_ranks(group))
+
+
+def default_store() -> torch.distributed.Store:
+    """The key-value store that the process groups were made with."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
 
 
 def group_name(group: Any) -> str:

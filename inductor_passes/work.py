@@ -4,7 +4,7 @@ It owns the reading of sizes for costs and the guess at what will be fused. It m
 
 Symbolic sizes stand for a fixed nominal number, not for what one rank happened to see: ranks may see different lengths,
 and their plans must be equal. Sizes that were traced as constants are taken as they are: ranks that compile for other
-constants may plan differently, as `PassConfig` says.
+constants may plan differently, which `agreement` tells them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,20 @@ _FUSED = "fused_"
 
 def nominal_size(graph: fx.Graph) -> int:
     """The number that stands for each symbolic size of a graph."""
-    symbols: set[Any] = set()
-    for node in graph.find_nodes(op="placeholder"):
-        for value in fxg.tensors_of(node):
-            for size in value.shape:
-                symbols.update(_compat.free_symbols(size))
+    symbols = symbols_of(graph)
     return max(1, round(NOMINAL_SYMBOLIC_ELEMENTS ** (1 / len(symbols)))) if symbols else 1
+
+
+def symbols_of(graph: fx.Graph) -> frozenset[Any]:
+    """The symbols in the sizes of a graph's inputs."""
+    return frozenset[Any]().union(
+        *(
+            _compat.free_symbols(size)
+            for node in graph.find_nodes(op="placeholder")
+            for value in fxg.tensors_of(node)
+            for size in value.shape
+        )
+    )
 
 
 def time_ns(nodes: Sequence[fx.Node], nominal: int, cost: CostModel) -> int:

@@ -57,7 +57,7 @@ STACKS = {
         planners/explain planners/tasks planners/hold planners/motion planners/__init__
         windows work report verify emission program reshard bucket_ops bucket motion motion_kernels
         lowered inorder reorder readback
-        setups graph_plan hooks install debug __init__
+        setups graph_plan agreement hooks install debug __init__
     """,
 }
 ORDER = {package: tuple(stack.split()) for package, stack in STACKS.items()}

@@ -2,7 +2,7 @@
 anything compiles.
 
 Owns the choice by device and the broadcast. This and the calibration are the only files of the package that
-may communicate; passes never do.
+may issue collectives; passes never do.
 """
 
 from __future__ import annotations

@@ -177,7 +177,10 @@ class Capture:
             return
         read: list[GraphFacts] = []
         hook = PostGradHook(
-            self._setups, self._pinned, lambda found: read.append(_facts(kind, graph, found, saved))
+            self._setups,
+            self._pinned,
+            lambda found: read.append(_facts(kind, graph, found, saved)),
+            is_alone=True,
         )
         failure = self._run(kind, hook, graph)
         if failure or not read:  # the pass failed, or there is nothing to plan

@@ -101,10 +101,10 @@ def look_at_graphs(
     )
     plan = Capture._plan
 
-    def note(self: Capture, kind: str, graph: fx.Graph) -> None:
+    def note(self: Capture, kind: str, graph: fx.Graph, saved: Any) -> None:
         merge_waits(graph)
         copied = _copy(graph)
-        plan(self, kind, graph)
+        plan(self, kind, graph, saved)
         cost = ProfileCostModel(self._setups[-1].profile)
         look(Traced(copied, read_program(copied, cost, RANKS_PER_NODE, blocks), self.graphs[-1]))
 
