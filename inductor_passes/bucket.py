@@ -210,7 +210,6 @@ _PREPARATIONS = (
     aten.unsqueeze.default,
     aten.clone.default,
 )
-_CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 
 
 def _source_of(sent: fx.Node, rows: int) -> tuple[fx.Node, list[fx.Node]]:
@@ -226,18 +225,14 @@ def _source_of(sent: fx.Node, rows: int) -> tuple[fx.Node, list[fx.Node]]:
     """
     best, between = sent, []
     node, passed, cast = sent, [], False
-    while len(node.users) == 1 and (node.target in _PREPARATIONS or (_is_cast(node) and not cast)):
+    while len(node.users) == 1 and (node.target in _PREPARATIONS or (fxg.is_cast(node) and not cast)):
         source, *sizes = node.all_input_nodes
         if sizes or any(map(fxg.is_barrier, source.users)):
             break
         passed.append(node)
-        cast = cast or _is_cast(node)
+        cast = cast or fxg.is_cast(node)
         node = source
         shape = fxg.value_of(node).shape
         if rows == 1 or (shape and shape[0] % rows == 0):
             best, between = node, passed[:]
     return best, between
-
-
-def _is_cast(node: fx.Node) -> bool:
-    return node.target in _CASTS and node.kwargs.keys() <= {"dtype"}

@@ -32,7 +32,8 @@ class PassConfig:
 
     Ranks have to plan alike. ``"auto"`` and ``"greedy"`` go by the time of compute, so where ranks see inputs of
     different sizes, compile with ``dynamic=True`` (or ``torch._dynamo.mark_dynamic``): symbolic sizes have one value on
-    all ranks, constant ones do not. Buckets of ``"block"`` and ``"none"`` do not depend on sizes.
+    all ranks, constant ones do not. First plans that differ are an error (:mod:`inductor_passes.agreement`). Buckets of
+    ``"block"`` and ``"none"`` do not depend on sizes.
 
     Args:
         planner: Who decides the buckets and the place of each collective. ``"auto"`` searches for the

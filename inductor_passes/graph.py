@@ -44,6 +44,7 @@ _KINDS = {
 }
 # What TorchInductor makes of a collective between the graph passes and the scheduler, if nothing else reads its input.
 _LOWERED_KINDS = {"_c10d_functional::all_reduce_": ALL_REDUCE}
+_CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 _UNSAFE_VIEWS = ("aten::_unsafe_view", "aten::reshape")
 _WAIT = "_c10d_functional::wait_tensor"
 # Namespaces whose operators talk to other ranks. Whatever in them is not named above is opaque to the passes.
@@ -287,6 +288,11 @@ def is_view(node: fx.Node) -> bool:
     aliases = [item.alias_info for item in schema.returns]
     aliased = bool(aliases) and all(info is not None and not info.is_write for info in aliases)
     return aliased or operator_name(node) in _UNSAFE_VIEWS
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether the node changes the dtype of a tensor and nothing else."""
+    return node.target in _CASTS and node.kwargs.keys() <= {"dtype"}
 
 
 def is_heavy(node: fx.Node) -> bool:

@@ -27,7 +27,7 @@ from inductor_passes.planners import plan_collectives
 from inductor_passes.program import make_problem, role_of
 from inductor_passes.windows import Window
 from simplefsdp.explainer.facts import BEFORE, GraphFacts, Memory, Region, Traffic, Value
-from simplefsdp.explainer.read import memory_owners, region_of_kernel
+from simplefsdp.explainer.read import kept_share, memory_owners, region_of_kernel
 
 if TYPE_CHECKING:
     from torch import fx
@@ -223,7 +223,7 @@ class _Reader:
         tensors = self._tensors(kind, {memory for _, memory in ready.values()}, regions)
         number_of = {memory: number for number, (memory, value) in enumerate(tensors) if value.born != BEFORE}
         last_use = {start: last for start, (_, last) in used.items()}
-        last_use |= {before: ready[start][0] for start, before in sent_on.items()}
+        last_use |= {before: min(ready[start][0], end - 1) for start, before in sent_on.items()}
         traffic = tuple(
             Traffic(
                 sent_bytes=work.moved_bytes([fxg.input_of(start)], self._nominal),
@@ -231,6 +231,9 @@ class _Reader:
                 source=number_of[ready[start][1]] if start in ready and start not in sent_on else None,
                 copied=start not in sent_on,
                 last_use=last_use.get(start, end),
+                kept_share=kept_share(wait)
+                if _is_reduction(start) and (wait := fxg.find_wait(start))
+                else 1.0,
             )
             for start in starts
         )

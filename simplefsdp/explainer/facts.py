@@ -73,6 +73,8 @@ class Traffic:
         source: number of the value it sends, if compute made it.
         copied: whether its input is a copy (a cast), made when it starts.
         last_use: last region that reads its result; the number of regions if that outlives the graph.
+        kept_share: bytes of what a reduced gradient is once it was waited for, to those of the result: not 1 where it
+            is cast to the dtype of its parameter.
     """
 
     sent_bytes: int
@@ -80,6 +82,7 @@ class Traffic:
     source: int | None
     copied: bool
     last_use: int
+    kept_share: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)

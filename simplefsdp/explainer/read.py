@@ -95,7 +95,7 @@ def read_contents(graph: fx.Graph, program: Program, saved: Mapping[str, Saved] 
     for number, start in enumerate(program.starts):
         wait = _sent_wait(start, region_of)
         if wait is not None:
-            forwarded[wait] = program.problem.collectives[number].earliest_issue
+            forwarded[wait] = min(program.problem.collectives[number].earliest_issue, len(regions) - 1)
     traffic = []
     for number, (start, wait) in enumerate(zip(program.starts, program.waits, strict=True)):
         source, _ = _source(start, region_of, memory_of)
@@ -109,9 +109,27 @@ def read_contents(graph: fx.Graph, program: Program, saved: Mapping[str, Saved] 
                 source=None if source is None else number_of.get(source),
                 copied=copies[number],
                 last_use=used,
+                kept_share=1.0 if is_gather else kept_share(wait),
             )
         )
     return Contents(regions, tuple(values), tuple(traffic))
+
+
+def kept_share(wait: fx.Node) -> float:
+    """Bytes of the gradient that a graph returns to those of the reduction's result, whose wait is given.
+
+    1 where the result goes into another reduction (HSDP): what is left is that one's.
+    """
+    node, casts = wait, False
+    while len(node.users) == 1:
+        (user,) = node.users
+        if not (fxg.is_view(user) or fxg.is_cast(user)):
+            break
+        casts = casts or fxg.is_cast(user)
+        node = user
+    if not casts or any(user.op != "output" for user in node.users):
+        return 1.0
+    return fxg.value_of(node).element_size() / fxg.value_of(wait).element_size()
 
 
 def module_of(nodes: Iterable[fx.Node]) -> str:

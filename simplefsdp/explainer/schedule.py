@@ -8,7 +8,7 @@ Times come from `inductor_passes.timeline.simulate`, which also judged the plan;
 * a gather holds its result from its start to the last use. A bucket of several holds its buffer from start to wait,
   and the parameters copied out of it from then on;
 * a reduction holds its input from its start (a bucket or a cast is a copy; the gradient it copies is free then) to
-  its wait, and the reduced gradient from then to the end.
+  its wait, and the reduced gradient, in the dtype of its parameter, from then to the end.
 """
 
 from __future__ import annotations
@@ -321,7 +321,10 @@ def _holdings(facts: GraphFacts, layout: _Layout) -> tuple[Holding, ...]:
                 out.append(Holding(Memory.GATHERED, received, unpacked, last_use))
             else:
                 use = Memory.GRADIENTS if role is Role.REDUCE else Memory.ACTIVATIONS
-                out.append(Holding(use, received, start, last_use, stream=stream))
+                cast = traffic.kept_share != 1
+                out.append(Holding(use, received, start, wait if cast else last_use, stream=stream))
+                if cast:
+                    out.append(Holding(use, round(received * traffic.kept_share), wait, last_use))
     for number, value in enumerate(facts.values):
         before = value.born == BEFORE
         begin = 0 if before else positions[value.born]

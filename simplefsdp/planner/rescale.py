@@ -118,6 +118,9 @@ class _Sharing:
             REPLICA_GROUP: new.replica_topology(per_node),
         }
         self._number: dict[int, int] = {}  # new numbers of old collectives
+        self._sent_on = {
+            before: at for at, item in enumerate(facts.problem.collectives) for before in item.depends_on
+        }
         self.items: list[Collective] = []
         self.traffic: list[Traffic] = []
 
@@ -139,11 +142,19 @@ class _Sharing:
             sent, received = (share, size) if item.role is Role.GATHER else (size, share)
         goes_on = self._new.is_hybrid and item.key.kind == "reduce_scatter"
         end = len(self._facts.regions)
-        last_use = held.last_use if item.role is Role.GATHER else (item.earliest_issue if goes_on else end)
+        sent_on = min(item.earliest_issue, end - 1)
+        last_use = held.last_use if item.role is Role.GATHER else (sent_on if goes_on else end)
+        share_kept = self._kept_share(number)
         self._number[number] = len(self.items)
         self._append(
             dataclasses.replace(item, size_bytes=size, staging_bytes=size, depends_on=depends_on),
-            dataclasses.replace(held, sent_bytes=sent, received_bytes=received, last_use=last_use),
+            dataclasses.replace(
+                held,
+                sent_bytes=sent,
+                received_bytes=received,
+                last_use=last_use,
+                kept_share=1.0 if goes_on else share_kept,
+            ),
         )
         if goes_on:
             key = dataclasses.replace(item.key, kind="all_reduce", group=REPLICA_GROUP)
@@ -155,7 +166,7 @@ class _Sharing:
                     staging_bytes=received,
                     depends_on=(self._number[number],),
                 ),
-                Traffic(received, received, source=None, copied=False, last_use=end),
+                Traffic(received, received, source=None, copied=False, last_use=end, kept_share=share_kept),
             )
 
     def alphas(self) -> dict[GroupKey, int]:
@@ -176,6 +187,10 @@ class _Sharing:
             )
         )
         self.traffic.append(traffic)
+
+    def _kept_share(self, number: int) -> float:
+        """What is left of a gradient, which a hybrid step casts behind the all-reduce that follows."""
+        return self._facts.traffic[self._sent_on.get(number, number)].kept_share
 
     def _reduces(self, number: int) -> bool:
         return self._facts.problem.collectives[number].key.kind == "reduce_scatter"

@@ -13,6 +13,7 @@ import simplefsdp
 from inductor_passes.plan import Role
 from simplefsdp import MixedPrecisionPolicy, PassConfig, simple_fsdp
 from simplefsdp.explainer.facts import BEFORE, Memory
+from simplefsdp.explainer.schedule import make_timeline
 from tests.inductor_passes.toy import BF16, Mlp, ToyLlama, tokens, world
 
 RANKS = 8
@@ -112,6 +113,24 @@ def test_memory_follows_the_tensors(report):
         Memory.GRADIENTS: shards,
         Memory.COMMUNICATION: 0,
     }
+
+
+@pytest.mark.parametrize("factor", [2, 8])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_gradients_stay_in_the_dtype_of_their_parameters(stored, factor):
+    model = Net().to(stored)
+    policy = MixedPrecisionPolicy(
+        torch.bfloat16, torch.float32 if stored is torch.bfloat16 else torch.bfloat16
+    )
+    wrap = {"mp_policy": policy, "sharding_factor": factor}
+    report = simplefsdp.explain(
+        model, torch.ones(2, 8, dtype=stored), ranks=RANKS, profile="h100_sxm", wrap=wrap, eager=True
+    )
+    shards = 2 * (8 * 24 // factor) * stored.itemsize
+    for backward in (report.graphs[1], report.eager[1]):
+        left = dict(zip(Memory, make_timeline(backward).memory[-1].by_use, strict=True))
+        assert left[Memory.GRADIENTS] == shards
+        assert left[Memory.ACTIVATIONS] == 0
 
 
 def test_gathered_bytes_are_held_while_they_are_needed():
