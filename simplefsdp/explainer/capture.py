@@ -166,11 +166,11 @@ class Capture:
 
     def _plan(self, kind: str, graph: fx.Graph, saved: Mapping[str, Saved] | None) -> None:
         setup = choose_setup(self._setups, graph, pinned=self._pinned)
+        merge_waits(graph)
         if setup is None:  # nothing in it asks for passes: it takes its time, and its collectives stay
             self.graphs.append(_as_traced(kind, graph, self._setups[-1], saved))
             return
         self.found_tags = True
-        merge_waits(graph)
         self.profiles[setup.profile.name] = None
         if not self._keep_dumps:  # what the pass would make of the graph nobody sees, and nothing runs it
             self.graphs.append(_facts(kind, graph, plan_graph(graph, setup), saved))
