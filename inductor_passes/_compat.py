@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import ModuleType
 
-__all__ = ["CheckpointPolicy", "CustomGraphPass", "trace_structured"]  # and all that is defined below
+__all__ = [
+    "CheckpointPolicy",
+    "CustomGraphPass",
+    "trace_structured",
+]  # torch's own names that others import from here
 
 # Operators that fx keeps alive as "impure" but that only check or annotate: moving a collective across them
 # changes nothing a program can see.
@@ -179,6 +183,13 @@ def default_store() -> torch.distributed.Store:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def cache_hits() -> int:
+    """How many graphs TorchInductor's caches have served to this process."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
 
 
 def group_name(group: Any) -> str:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from inductor_passes import _compat, work
 from inductor_passes._compat import CustomGraphPass, is_tangent, trace_structured
-from inductor_passes.agreement import check_agreement
+from inductor_passes.agreement import Agreement
 from inductor_passes.bucket import apply_plan, is_planned, mark_planned, merge_waits
 from inductor_passes.costs.kernel_file import add_kernels
 from inductor_passes.costs.model import ProfileCostModel
@@ -166,7 +166,6 @@ class PostGradHook(GraphHook):
     Args:
         setups, pinned: as in `Hook`.
         planned: called with the plan of each graph before that is rewritten.
-        is_alone: no other rank compiles these graphs, so that there is nothing to compare plans with.
     """
 
     hook = "post_grad_custom_post_pass"
@@ -176,26 +175,25 @@ class PostGradHook(GraphHook):
         setups: tuple[Setup, ...],
         pinned: bool = False,
         planned: Callable[[GraphPlan], None] | None = None,
-        is_alone: bool = False,
     ) -> None:
         super().__init__(setups, pinned)
-        self._planned, self._is_alone = planned, is_alone
+        self._planned = planned
 
     def run(self, graph: fx.Graph, setup: Setup) -> None:
         if is_planned(graph):
             return
         merge_waits(graph)
         kind = _kind(graph)
-        plans: list[GraphPlan] = []
+        comparisons: list[Agreement] = []
 
         def planned(found: GraphPlan) -> None:
-            plans.append(found)
+            comparisons.append(Agreement(kind, graph, setup, found))
             if self._planned is not None:
                 self._planned(found)
 
         self.guarded("bucket", kind, graph, lambda snapshot: bucket_pass(graph, setup, snapshot, planned))
-        if plans and not self._is_alone and not work.symbols_of(graph):
-            check_agreement(kind, setup, plans[-1], applied=not self.records[-1].failure)
+        for comparison in comparisons:
+            comparison.check(self.records[-1].failure)
 
 
 def bucket_pass(

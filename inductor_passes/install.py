@@ -104,7 +104,8 @@ def make_setup(config: PassConfig | None = None, groups: Sequence[ProcessGroup] 
     config = PassConfig() if config is None else config
     if not isinstance(config, PassConfig):
         raise TypeError(f"config must be a PassConfig or None, got {type(config).__name__}")
-    return Setup(config, agree_on_profile(config.profile, groups, config.kernel_costs))
+    agreed = agree_on_profile(config.profile, groups, config.kernel_costs)
+    return Setup(config, agreed.profile, agreed.run)
 
 
 def installed() -> Iterator[Hook]:

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import pathlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,16 +36,22 @@ class Setup:
     Args:
         config: options of the passes.
         profile: hardware profile, equal on every rank.
+        run: name under which the ranks that share it compare their plans, see `agreement`; "" compares nothing. No part
+            of what identifies a setup: other runs find what this one compiled.
     """
 
     config: PassConfig
     profile: HardwareProfile
+    run: str = ""
 
     @property
     def key(self) -> str:
         """Short text that differs whenever an option or a constant of the profile differs."""
         text = f"{self.config.cache_key()} {self.profile.identity()}"
         return hashlib.sha256(text.encode()).hexdigest()[:_KEY_LENGTH]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Setup, (self.config, self.profile)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Setup) and self.key == other.key

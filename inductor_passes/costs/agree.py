@@ -7,7 +7,9 @@ may issue collectives; passes never do.
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import uuid
 import warnings
 from collections.abc import Sequence
 
@@ -21,11 +23,25 @@ CPU_PROFILE = "cpu_gloo"
 UNKNOWN_GPU_PROFILE = "h100_sxm"
 
 
+@dataclasses.dataclass(frozen=True)
+class Agreed:
+    """What all ranks plan with.
+
+    Args:
+        profile: hardware profile.
+        run: drawn by the first rank, never used twice: what ranks store for one another under it is of this call. ""
+            where there is one rank, or none that is real.
+    """
+
+    profile: HardwareProfile
+    run: str = ""
+
+
 def agree_on_profile(
     profile: str | os.PathLike[str] | None = None,
     groups: Sequence[dist.ProcessGroup] | None = None,
     kernel_costs: str | os.PathLike[str] | None = None,
-) -> HardwareProfile:
+) -> Agreed:
     """The hardware profile to plan with, equal on every rank.
 
     Collective over ``groups``: their ranks must call it, with equal arguments. With no process group, or a fake
@@ -42,25 +58,31 @@ def agree_on_profile(
         ValueError: The first rank could not read a file; raised with the same text on every rank.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
-        return _load_or_detect(profile, kernel_costs)
+        return Agreed(find_profile(profile, kernel_costs))
+    run = uuid.uuid4().hex
     try:
-        message = ("profile", _load_or_detect(profile, kernel_costs).to_json())
+        message = ("profile", find_profile(profile, kernel_costs).to_json(), run)
     except ValueError as error:
-        message = ("error", str(error))
+        message = ("error", str(error), run)
     for group in (dist.group.WORLD,) if groups is None else groups:
         if dist.get_world_size(group) > 1:
             box = [message]
             dist.broadcast_object_list(box, group=group, group_src=0)
             message = box[0]
-    kind, text = message
+    kind, text, run = message
     if kind == "error":
         raise ValueError(f"first rank: {text}")
-    return parse_profile(text, where="broadcast by the first rank")
+    return Agreed(parse_profile(text, where="broadcast by the first rank"), run)
 
 
-def _load_or_detect(
-    profile: str | os.PathLike[str] | None, kernel_costs: str | os.PathLike[str] | None
+def find_profile(
+    profile: str | os.PathLike[str] | None = None, kernel_costs: str | os.PathLike[str] | None = None
 ) -> HardwareProfile:
+    """The hardware profile as this rank reads it; arguments as of `agree_on_profile`.
+
+    Raises:
+        ValueError: A file could not be read.
+    """
     found = _load_or_detect_profile(profile)
     return found if kernel_costs is None else with_kernels(found, load_kernels(kernel_costs))
 

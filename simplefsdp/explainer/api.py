@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from inductor_passes.config import PassConfig
+from inductor_passes.costs.agree import find_profile
 from inductor_passes.costs.profiles import load_profile
 from inductor_passes.hooks import JointHook
 from inductor_passes.install import installed, make_setup
@@ -118,10 +119,10 @@ def _installed_setups(profile: str | None) -> tuple[tuple[Setup, ...], bool]:
     """What the installed passes choose from; with another profile, the last of them, for every graph."""
     setups = next((hook.setups for hook in installed() if isinstance(hook, JointHook)), ())
     if not setups:
-        setups = (make_setup(PassConfig(profile=profile)),)
-        return setups, True
-    if profile is None:
-        return setups, False
+        config = PassConfig(profile=profile)
+        return (Setup(config, find_profile(profile)),), True
+    if profile is None:  # other ranks may not explain anything: there are no plans to compare with
+        return tuple(dataclasses.replace(setup, run="") for setup in setups), False
     config = dataclasses.replace(setups[-1].config, profile=profile)
     return (Setup(config, load_profile(profile)),), True
 

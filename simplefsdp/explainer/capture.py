@@ -177,10 +177,7 @@ class Capture:
             return
         read: list[GraphFacts] = []
         hook = PostGradHook(
-            self._setups,
-            self._pinned,
-            lambda found: read.append(_facts(kind, graph, found, saved)),
-            is_alone=True,
+            self._setups, self._pinned, lambda found: read.append(_facts(kind, graph, found, saved))
         )
         failure = self._run(kind, hook, graph)
         if failure or not read:  # the pass failed, or there is nothing to plan

@@ -1,13 +1,21 @@
-"""Ranks that compile for inputs of different sizes learn while they compile that their plans differ."""
+"""Ranks that compile for inputs of different sizes: the second to plan ends with an error where their plans differ."""
 
 from __future__ import annotations
 
+import pickle
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import simplefsdp
-from inductor_passes import PassConfig, aot_eager_backend
+from inductor_passes import PassConfig, agreement, aot_eager_backend
+from inductor_passes.agreement import Agreement, PlansDifferError
+from inductor_passes.costs.profiles import load_profile
+from inductor_passes.plan import GroupKey, Role
+from inductor_passes.setups import Setup
 from simplefsdp import simple_fsdp
 
 WIDTH = 64
@@ -30,16 +38,16 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def train(rank, world_size, rows, config, dynamic=None, explained=0):
+def train(rank, world_size, rows, config=None, dynamic=None, explained=0):
     """Losses of some steps.
 
     Args:
         rows: of each step, the rows of each rank's input.
-        config: of the passes; none is used twice in this file, because its tests share a store.
+        config: of the passes.
         explained: rows of an input for which the first rank, alone, asks what the passes do.
     """
     torch.compiler.reset()
-    model = simple_fsdp(Net(), passes=config)
+    model = simple_fsdp(Net(), passes=config or PassConfig())
     if explained and rank == 0:
         simplefsdp.explain(model, torch.ones(explained, WIDTH))
     compiled = torch.compile(model, backend=aot_eager_backend(config), dynamic=dynamic)
@@ -53,7 +61,7 @@ def train(rank, world_size, rows, config, dynamic=None, explained=0):
 
 def test_plans_that_differ_end_the_run_with_a_way_out(workers):
     with pytest.raises(Exception, match="would wait for one another for ever") as caught:
-        workers(2).run(train, [(SMALL, LARGE)], PassConfig(memory_budget_gb=1))
+        workers(2).run(train, [(SMALL, LARGE)])
     text = str(caught.value)
     assert "PlansDifferError" in text
     assert "dynamic=True" in text
@@ -63,10 +71,10 @@ def test_plans_that_differ_end_the_run_with_a_way_out(workers):
 @pytest.mark.parametrize(
     ("rows", "config", "more"),
     [
-        ([(SMALL, LARGE)] * 2, PassConfig(memory_budget_gb=2), (True,)),
+        ([(SMALL, LARGE)] * 2, None, (True,)),
         ([(SMALL, LARGE)], PassConfig(planner="block", blocks=("layers.*",)), ()),
-        ([(SMALL, SMALL), (LARGE, LARGE)], PassConfig(memory_budget_gb=3), (False,)),
-        ([(SMALL, SMALL)], PassConfig(memory_budget_gb=5), (None, LARGE)),
+        ([(SMALL, SMALL), (LARGE, LARGE)], None, (False,)),
+        ([(SMALL, SMALL)], None, (None, LARGE)),
     ],
     ids=["symbolic sizes", "one bucket per block", "all ranks change together", "one rank explains"],
 )
@@ -74,3 +82,90 @@ def test_ranks_that_start_equal_collectives_are_left_alone(workers, rows, config
     first, second = workers(2).run(train, rows, config, *more)
     assert first == pytest.approx(second)
     assert len(first) == len(rows)
+
+
+class Ranks:
+    """Some ranks of one store, each planning as a test says, without processes."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.store, self.rank, self.hits = dist.HashStore(), 0, 0
+        monkeypatch.setattr(agreement, "fxg", SimpleNamespace(group_of=lambda start: start))
+        compat = SimpleNamespace(
+            group_ranks=lambda group: group, default_store=lambda: self.store, cache_hits=lambda: self.hits
+        )
+        monkeypatch.setattr(agreement, "_compat", compat)
+        monkeypatch.setattr(agreement, "work", SimpleNamespace(symbols_of=lambda graph: ()))
+        monkeypatch.setattr(
+            agreement, "dist", SimpleNamespace(is_initialized=lambda: True, get_rank=lambda: self.rank)
+        )
+
+    def plan(self, rank, buckets, *, run="run", outputs=1, failure="", groups=None, size=4, hits=0):
+        """One rank plans three gathers; `groups` are the ranks of each."""
+        self.rank, self.hits = rank, hits
+        key = GroupKey("all_gather", "group0", "float32")
+        item = SimpleNamespace(name="w", key=key, role=Role.GATHER, size_bytes=size)
+        found = SimpleNamespace(
+            plan=SimpleNamespace(buckets=[SimpleNamespace(members=members) for members in buckets]),
+            program=SimpleNamespace(
+                starts=groups or [(0, 1)] * 3, problem=SimpleNamespace(collectives=[item] * 3)
+            ),
+        )
+        graph = SimpleNamespace(output_node=lambda: SimpleNamespace(all_input_nodes=[None] * outputs))
+        setup = Setup(PassConfig(), load_profile("h100_sxm"), run)
+        Agreement("forward", graph, setup, found).check(failure)
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    return Ranks(monkeypatch)
+
+
+TOGETHER, APART = [(0, 1, 2)], [(0,), (1, 2)]
+
+
+def test_only_first_plans_for_equal_collectives_of_one_run_are_compared(ranks):
+    ranks.plan(0, TOGETHER)
+    ranks.plan(0, APART)  # sizes change on both
+    ranks.plan(1, TOGETHER)
+    ranks.plan(1, APART)
+    ranks.plan(1, APART, outputs=2)  # evaluation
+    ranks.plan(1, APART, size=8)
+    ranks.plan(1, APART, run="another wrap, or the job started again")
+    ranks.plan(1, APART, run="")
+    for more in ({"outputs": 2}, {"size": 8}, {"run": "another wrap, or the job started again"}):
+        with pytest.raises(PlansDifferError, match="ranks 1 and 0 would wait"):
+            ranks.plan(0, TOGETHER, **more)
+
+
+def test_ranks_agree_on_the_groups_they_share(ranks):
+    """Two copies of shards, on ranks 0, 1 and 2, 3: only what goes between copies has to be alike on them."""
+    for rank, shards, copies in ((0, (0, 1), (0, 2)), (2, (2, 3), (0, 2))):
+        ranks.plan(rank, [(0, 1), (2,)] if rank else [(0,), (1,), (2,)], groups=[shards, shards, copies])
+    with pytest.raises(PlansDifferError):
+        ranks.plan(3, [(0,), (1,), (2,)], groups=[(2, 3), (2, 3), (1, 3)])
+
+
+def test_a_pass_that_failed_on_one_rank_is_named(ranks):
+    ranks.plan(0, APART)
+    with pytest.raises(PlansDifferError, match="On rank 1 the pass failed: no room"):
+        ranks.plan(1, APART, failure="no room")
+
+
+def test_where_compile_caches_serve_some_ranks_a_difference_is_a_warning(ranks):
+    ranks.plan(0, TOGETHER)
+    with pytest.warns(RuntimeWarning, match="Or compile caches hold this graph for some of the ranks alone"):
+        ranks.plan(1, APART, hits=1)
+
+
+def test_a_store_that_cannot_be_asked_ends_nothing(ranks):
+    ranks.store = None
+    ranks.plan(0, TOGETHER)
+    ranks.plan(1, APART)
+
+
+def test_the_name_of_a_run_is_in_no_cache_key():
+    profile = load_profile("h100_sxm")
+    first, second = (Setup(PassConfig(), profile, run) for run in ("first", "second"))
+    assert first == second
+    assert first.key == second.key
+    assert pickle.dumps(first) == pickle.dumps(second)

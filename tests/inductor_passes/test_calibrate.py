@@ -23,7 +23,7 @@ def calibrated(rank, world_size):
 
 
 def agreed(rank, world_size, name):
-    return agree_on_profile(name if rank == 0 else "only rank 0 reads this").identity()
+    return agree_on_profile(name if rank == 0 else "only rank 0 reads this").profile.identity()
 
 
 def refused(rank, world_size):
@@ -32,7 +32,7 @@ def refused(rank, world_size):
 
 
 def detected(rank, world_size):
-    return agree_on_profile().name
+    return agree_on_profile().profile.name
 
 
 def test_a_calibrated_profile_is_valid_and_prices_what_was_measured(workers):
@@ -60,8 +60,8 @@ def test_every_rank_fails_when_rank_0_cannot_read_it(workers):
 
 def test_cpu_is_detected(workers):
     assert workers(2).run(detected) == [CPU_PROFILE] * 2
-    assert agree_on_profile().name == CPU_PROFILE
-    assert agree_on_profile("b200_sxm").name == "b200_sxm"
+    assert agree_on_profile().profile.name == CPU_PROFILE
+    assert agree_on_profile("b200_sxm").profile.name == "b200_sxm"
 
 
 def test_command_line(tmp_path, monkeypatch, capsys):

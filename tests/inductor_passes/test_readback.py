@@ -65,12 +65,12 @@ def test_the_second_compilation_plans_with_what_the_first_saw(tmp_path, monkeypa
 
 def test_a_file_is_merged_kept_and_part_of_what_identifies_the_profile(tmp_path):
     path = tmp_path / "new" / "kernels.json"
-    plain = agree_on_profile("h100_sxm", kernel_costs=path)
+    plain = agree_on_profile("h100_sxm", kernel_costs=path).profile
     assert plain.identity() == load_profile("h100_sxm").identity()
     add_kernels(path, {"fused_a": 5})
     add_kernels(path, {"fused_a": 7, "fused_b": 9})
     assert load_kernels(path) == {"fused_a": 5, "fused_b": 9}
-    known = agree_on_profile("h100_sxm", kernel_costs=path)
+    known = agree_on_profile("h100_sxm", kernel_costs=path).profile
     assert known.kernels == {"fused_a": 5, "fused_b": 9}
     assert known.identity() != plain.identity()
     assert [file.name for file in path.parent.iterdir()] == ["kernels.json"]
