@@ -223,7 +223,7 @@ class _Reader:
         tensors = self._tensors(kind, {memory for _, memory in ready.values()}, regions)
         number_of = {memory: number for number, (memory, value) in enumerate(tensors) if value.born != BEFORE}
         last_use = {start: last for start, (_, last) in used.items()}
-        last_use |= {before: min(ready[start][0], end - 1) for start, before in sent_on.items()}
+        last_use |= {before: max(0, min(ready[start][0], end - 1)) for start, before in sent_on.items()}
         traffic = tuple(
             Traffic(
                 sent_bytes=work.moved_bytes([fxg.input_of(start)], self._nominal),

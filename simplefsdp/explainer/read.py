@@ -95,7 +95,9 @@ def read_contents(graph: fx.Graph, program: Program, saved: Mapping[str, Saved] 
     for number, start in enumerate(program.starts):
         wait = _sent_wait(start, region_of)
         if wait is not None:
-            forwarded[wait] = min(program.problem.collectives[number].earliest_issue, len(regions) - 1)
+            forwarded[wait] = max(
+                0, min(program.problem.collectives[number].earliest_issue, len(regions) - 1)
+            )
     traffic = []
     for number, (start, wait) in enumerate(zip(program.starts, program.waits, strict=True)):
         source, _ = _source(start, region_of, memory_of)

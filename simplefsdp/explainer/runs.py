@@ -17,8 +17,6 @@ from collections.abc import Iterable, Sequence
 from simplefsdp.explainer.facts import Memory
 from simplefsdp.explainer.schedule import Timeline
 
-_GRADIENTS = list(Memory).index(Memory.GRADIENTS)
-
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -62,35 +60,66 @@ def once_each(kinds: Iterable[str]) -> tuple[Run, ...]:
     for number, kind in enumerate(kinds):
         if kind == "backward":
             recorder.backward(number, forwards.pop() if forwards else None)
-        else:
-            recorder.forward(number)
+            continue
+        recorder.forward(number)
+        if kind == "forward":
             forwards.append(number)
     return tuple(recorder.runs)
 
 
-def peak_by_use(timelines: Sequence[Timeline], runs: Sequence[Run]) -> tuple[int, ...]:
-    """Bytes at the moment of a step when most is held, by use, in the order of `Memory`.
+def uses_that_stay(timeline: Timeline) -> frozenset[Memory]:
+    """What of the tensors a backward ends with stays until the step is over: gradients of parameters.
 
-    What a forward hands on is held until the end of its backward, whether that reads it or a later piece does.
+    Where nothing is reduced they cannot be told from the gradients that the next backward starts from: all stay.
+    """
+    reduces = any(item.use is Memory.GRADIENTS for item in timeline.holdings)
+    return frozenset([Memory.GRADIENTS] if reduces else Memory)
+
+
+def held_by_others(timelines: Sequence[Timeline], runs: Sequence[Run]) -> list[tuple[int, ...]]:
+    """Bytes that other runs hold during each run, by use, in the order of `Memory`.
+
+    What a forward hands on is held until its backward, which counts it itself; without a backward, until the next run
+    has ended. Gradients stay; a parameter that several pieces use counts in each.
 
     Args:
         timelines: of every graph.
         runs: of the step.
     """
-    best = (0,) * len(Memory)
-    saved: dict[int, tuple[int, ...]] = {}  # what each run of a forward left, until its backward begins
-    gradients = 0
+    awaited = {run.forward for run in runs}
+    saved: dict[int, tuple[int, ...]] = {}
+    passing = held = (0,) * len(Memory)
+    out = []
     for number, run in enumerate(runs):
         timeline = timelines[run.graph]
-        if run.forward is not None:
-            saved.pop(run.forward, None)  # the backward counts it
-        others = [sum(column) for column in zip(*saved.values(), strict=True)] or [0] * len(Memory)
-        others[_GRADIENTS] += gradients
-        here = tuple(map(sum, zip(others, timeline.peak.by_use, strict=True)))
-        best = max(best, here, key=sum)
+        if run.forward in saved:
+            held = _minus(held, saved.pop(run.forward))
+        out.append(_plus(held, passing))
         left = timeline.memory[-1].by_use
+        passing = (0,) * len(Memory)
         if timeline.kind == "backward":
-            gradients += left[_GRADIENTS]
-        else:
+            stays = uses_that_stay(timeline)
+            held = _plus(held, [size if use in stays else 0 for use, size in zip(Memory, left, strict=True)])
+        elif number in awaited:
             saved[number] = left
-    return best
+            held = _plus(held, left)
+        else:
+            passing = left
+    return out
+
+
+def peak_by_use(timelines: Sequence[Timeline], runs: Sequence[Run]) -> tuple[int, ...]:
+    """Bytes at the moment of a step when most is held, by use, in the order of `Memory`; arguments as above."""
+    moments = [
+        _plus(others, timelines[run.graph].peak.by_use)
+        for run, others in zip(runs, held_by_others(timelines, runs), strict=True)
+    ]
+    return max(moments, key=sum, default=(0,) * len(Memory))
+
+
+def _plus(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
+    return tuple(one + other for one, other in zip(first, second, strict=True))
+
+
+def _minus(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
+    return tuple(one - other for one, other in zip(first, second, strict=True))

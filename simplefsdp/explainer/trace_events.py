@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from simplefsdp.explainer.facts import Memory
-from simplefsdp.explainer.runs import Run
+from simplefsdp.explainer.runs import Run, held_by_others
 from simplefsdp.explainer.schedule import Timeline
 
 _NS_PER_US = 1000
@@ -31,7 +31,7 @@ def trace_events(timelines: Sequence[Timeline], runs: Sequence[Run], caption: st
         events.append(_name("process_name", f"{timeline.kind} (modelled)", process))
         events += [_name("thread_name", row, process, thread) for row, thread in threads[process].items()]
     start_ns = 0
-    for run in runs:
+    for run, others in zip(runs, held_by_others(timelines, runs), strict=True):
         process, timeline, rows = run.graph, timelines[run.graph], threads[run.graph]
         for span in timeline.spans:
             arguments: dict[str, Any] = {} if span.bucket is None else {"bucket": span.bucket}
@@ -48,7 +48,10 @@ def trace_events(timelines: Sequence[Timeline], runs: Sequence[Run], caption: st
                 }
             )
         for point in timeline.memory:
-            held = {use.value: size / _MIB for use, size in zip(Memory, point.by_use, strict=True)}
+            held = {
+                use.value: (size + other) / _MIB
+                for use, size, other in zip(Memory, point.by_use, others, strict=True)
+            }
             events.append(
                 {
                     "name": "memory (MiB)",

@@ -6,8 +6,10 @@ Owns the sums over graphs and the choice of advice. Must not know graphs or how 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
+from inductor_passes.plan import Role
 from inductor_passes.timeline import ExposureReason
 from simplefsdp.explainer.facts import GraphFacts
 from simplefsdp.explainer.runs import Run, peak_by_use
@@ -81,22 +83,26 @@ def make_verdict(
         bound_ns=sum(graphs[run.graph].plan.lower_bound.time_ns for run in runs),
         exposed_ns=exposed,
         peak_bytes=sum(peak_by_use(timelines, runs)),
-        change=_advice(graphs, timelines, step, exposed),
+        change=_advice(graphs, timelines, Counter(run.graph for run in runs), step, exposed),
         profile=profile,
     )
 
 
 def _advice(
-    graphs: Sequence[GraphFacts], timelines: Sequence[Timeline], step_ns: int, exposed_ns: int
+    graphs: Sequence[GraphFacts],
+    timelines: Sequence[Timeline],
+    times: Mapping[int, int],
+    step_ns: int,
+    exposed_ns: int,
 ) -> str:
     failed = [facts for facts in graphs if facts.failure]
     if failed:
         return f"the passes left the {failed[0].kind} graph alone: {failed[0].failure}"
     worst = [
-        (time.exposed_ns, at, bucket)
+        (time.exposed_ns * times[at], at, bucket)
         for at, timeline in enumerate(timelines)
         for bucket, time in enumerate(timeline.buckets)
-        if time.exposed_ns
+        if time.exposed_ns and times[at]
     ]
     if not worst or exposed_ns < NEGLIGIBLE_SHARE * step_ns:
         return ""
@@ -104,11 +110,13 @@ def _advice(
     facts, reason = graphs[at], timelines[at].buckets[bucket].reason
     name = bucket_name(facts, facts.plan, bucket, most=1)
     placed = facts.plan.buckets[bucket]
-    at_once = placed.issue_slot == placed.wait_slot and reason is ExposureReason.SHORT
+    is_ours = facts.problem.collectives[placed.members[0]].role is not Role.FIXED
+    at_once = is_ours and placed.issue_slot == placed.wait_slot and reason is ExposureReason.SHORT
     if at_once and facts.plan.planner != "auto":
         advice = AT_ONCE_ADVICE
     elif reason is ExposureReason.FIRST and facts.kind == "backward":
         advice = KEEP_ADVICE
     else:
         advice = ADVICE[reason]
-    return f"{facts.kind} {name} {most_ns / 1e6:.3f} ms exposed: {advice}"
+    often = f" in {times[at]} runs" if times[at] > 1 else ""
+    return f"{facts.kind} {name} {most_ns / 1e6:.3f} ms exposed{often}: {advice}"

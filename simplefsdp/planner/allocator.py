@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from simplefsdp.explainer.facts import Memory
-from simplefsdp.explainer.runs import Run
+from simplefsdp.explainer.runs import Run, uses_that_stay
 from simplefsdp.explainer.schedule import Stream, Timeline
 
 ROUND_BYTES = 512
@@ -135,13 +135,14 @@ def _script(
 
     What outlives a forward goes on as what was there before its backward; what that does not take over goes when it
     begins. A backward hands the gradients it ends with to the next, and leaves those of parameters until the step is
-    over.
+    over. What a graph without backward makes goes after the next run.
     """
     sizes: list[int] = []
     streams: list[Stream] = []
     changes: list[_Change] = []
+    awaited = {run.forward for run in runs}
     saved: dict[int, _Left] = {}  # by run of a forward
-    ending: _Left = {}  # left by the backward before
+    ending: _Left = {}  # left by the run before, for the next
     for number, run in enumerate(runs):
         timeline = timelines[run.graph]
         taken = [ending] if run.forward is None else [saved.pop(run.forward, {}), ending]
@@ -166,9 +167,10 @@ def _script(
         timed.sort(key=lambda item: item[:2])
         changes += [change for _, _, change in timed]
         ending = {}
-        out = ending if timeline.kind == "backward" else saved.setdefault(number, {})
+        out = saved.setdefault(number, {}) if number in awaited else ending
+        stays = uses_that_stay(timeline) if timeline.kind == "backward" else ()
         for at, holding in sorted(enumerate(timeline.holdings), key=lambda item: item[1].begin):
-            if holding.end >= timeline.nodes and (out is not ending or holding.use is not Memory.GRADIENTS):
+            if holding.end >= timeline.nodes and holding.use not in stays:
                 out.setdefault((holding.use, holding.size_bytes), []).append(tensor_of[at])
     return sizes, streams, changes
 

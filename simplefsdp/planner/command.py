@@ -111,6 +111,7 @@ def _predict(options: PlanOptions, hardware: Hardware, profile: HardwareProfile)
         traced.eager,
         profile,
         stored,
+        runs=traced.runs,
         tokens=step.tokens,
         flops_per_token=step.flops_per_token,
     )
@@ -225,11 +226,12 @@ def _scale(options: PlanOptions, hardware: Hardware, profile: HardwareProfile, s
     try:
         for way, points in scaling.series(options.sharding_factor):
             if isinstance(points, str):
-                print(f"\n{way.name}\n{points}")
-                continue
-            series[way.name] = points
+                text = points
+            else:
+                text = scaling_text(points, hardware.memory_bytes)
+                series[way.name] = points
             if way.in_full:
-                print(f"\n{way.name}\n{scaling_text(points, hardware.memory_bytes)}")
+                print(f"\n{way.name}\n{text}")
         if len(series) > 1:
             print("\nall ways to shard: step, ms; * the fastest that fits, (in brackets) does not fit")
             print(ways_text(series, hardware.memory_bytes))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from inductor_passes.costs.profiles import HardwareProfile
 from simplefsdp.explainer.facts import GraphFacts
+from simplefsdp.explainer.runs import Run
 from simplefsdp.planner.peers import (
     DDP_COMPILED,
     DDP_EAGER,
@@ -71,6 +72,7 @@ def predict_peers(
     profile: HardwareProfile,
     stored: Stored,
     *,
+    runs: Sequence[Run] | None = None,
     tokens: int | None = None,
     flops_per_token: float | None = None,
 ) -> Peers:
@@ -79,14 +81,15 @@ def predict_peers(
     Args:
         graphs: forward and backward, compiled.
         eager: forward and backward in eager mode; empty leaves FSDP2 and DDP out.
-        profile, stored, tokens, flops_per_token: as in `predict`.
+        profile, stored, runs, tokens, flops_per_token: as in `predict`.
 
     Returns:
         The peers of the way the step shares its parameters: fully sharded and hybrid, FSDP2 and Inductor's two
         schedules; replicated, DDP and Inductor's overlap scheduling. What is not modelled is named with the reason.
     """
-    if [facts.kind for facts in graphs] != ["forward", "backward"]:
-        kinds = ", ".join(facts.kind for facts in graphs)
+    order = range(len(graphs)) if runs is None else [run.graph for run in runs]
+    if [graphs[number].kind for number in order] != ["forward", "backward"]:
+        kinds = ", ".join(graphs[number].kind for number in order)
         return Peers(
             (), "", (("all", f"a step is one forward and one backward, here it is {kinds or 'nothing'}"),)
         )

@@ -142,7 +142,7 @@ class _Sharing:
             sent, received = (share, size) if item.role is Role.GATHER else (size, share)
         goes_on = self._new.is_hybrid and item.key.kind == "reduce_scatter"
         end = len(self._facts.regions)
-        sent_on = min(item.earliest_issue, end - 1)
+        sent_on = max(0, min(item.earliest_issue, end - 1))
         last_use = held.last_use if item.role is Role.GATHER else (sent_on if goes_on else end)
         share_kept = self._kept_share(number)
         self._number[number] = len(self.items)

@@ -206,7 +206,7 @@ class Scaling:
 
     def _point(self, family: Family, load: Load) -> ScalePoint:
         prediction = predict(
-            family.graphs(load.batch, load.world),
+            family.make_graphs(load.batch, load.world),
             self._profile,
             family.high.traced.stored(load.world.factor),
             runs=family.high.traced.runs,

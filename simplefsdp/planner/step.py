@@ -97,15 +97,19 @@ class Family:
         return batch in (self.low.request.batch, self.high.request.batch)
 
     def graphs(self, batch: int, world: World) -> tuple[GraphFacts, ...]:
-        """Forward and backward, in the order of the code.
+        """Forward and backward, in the order of the code, kept for the next who asks.
 
         Raises:
             RescaleError: these facts do not tell.
         """
         if (batch, world) not in self._known:
-            pairs = zip(self.low.traced.graphs, self.high.traced.graphs, strict=True)
-            self._known[batch, world] = tuple(self._graph(*pair, batch, world) for pair in pairs)
+            self._known[batch, world] = self.make_graphs(batch, world)
         return self._known[batch, world]
+
+    def make_graphs(self, batch: int, world: World) -> tuple[GraphFacts, ...]:
+        """The same, not kept."""
+        pairs = zip(self.low.traced.graphs, self.high.traced.graphs, strict=True)
+        return tuple(self._graph(*pair, batch, world) for pair in pairs)
 
     def _graph(self, low: GraphFacts, high: GraphFacts, batch: int, world: World) -> GraphFacts:
         if batch == self.low.request.batch:

@@ -12,10 +12,10 @@ import simplefsdp
 from inductor_passes.costs.profiles import load_profile
 from simplefsdp.cli import main
 from simplefsdp.explainer.hardware import find_hardware
-from simplefsdp.explainer.runs import Recorder, Run, once_each
 from simplefsdp.explainer.target import Target
 from simplefsdp.explainer.wrapping import find_blocks
 from simplefsdp.planner.build import Parameter, Traced, trace
+from simplefsdp.planner.compare import predict_peers
 from simplefsdp.planner.extend import TRACED_LAYERS
 from simplefsdp.planner.predict import MemorySplit, Prediction, predict
 from simplefsdp.planner.stack import find_stack
@@ -200,6 +200,8 @@ def test_a_broken_graph_takes_the_time_and_memory_of_all_its_pieces(broken):
         for item in (whole, traced)
     ]
     assert sent[0] == sent[1] > 0
+    peers = predict_peers(traced.graphs, (), load_profile("h100_sxm"), traced.stored(8), runs=traced.runs)
+    assert "a step is one forward and one backward" in str(peers.left_out)
     one, many = step_of(whole), step_of(traced)
     assert many.step_ns == pytest.approx(one.step_ns, rel=0.1)
     assert many.memory.total_bytes == pytest.approx(one.memory.total_bytes, rel=0.1)
@@ -210,16 +212,3 @@ def test_a_broken_graph_takes_the_time_and_memory_of_all_its_pieces(broken):
         assert f"in {len(traced.runs) // 2} pieces" in best_text(many)
     else:
         assert "4 of the 6 equal layers" in traced.note
-
-
-def test_the_backward_of_a_run_is_that_of_the_last_run_without_one():
-    recorder = Recorder()
-    recorder.forward(0)
-    recorder.forward(0)
-    recorder.forward(2)
-    recorder.backward(3, None)
-    recorder.backward(1, 0)
-    recorder.backward(1, 0)
-    recorder.backward(1, 0)
-    assert recorder.runs[3:] == [Run(3), Run(1, forward=1), Run(1, forward=0), Run(1)]
-    assert once_each(["forward", "forward", "backward", "backward"])[2:] == (Run(2, 1), Run(3, 0))

@@ -114,10 +114,8 @@ def _is_ours(path: Path) -> bool:
 def _remove_old(directory: Path) -> None:
     """Take away what an earlier call has left: the new code may have fewer graphs, and other kernels."""
     for kind in KINDS:
-        path, lowered = directory / f"{kind}.py", directory / f"{kind}_ptx"
-        if not path.exists():
-            continue
-        path.unlink()
+        lowered = directory / f"{kind}_ptx"
+        (directory / f"{kind}.py").unlink(missing_ok=True)
         for old in lowered.glob("triton_*.ptx"):
             old.unlink()
         if lowered.is_dir() and not any(lowered.iterdir()):
@@ -136,7 +134,9 @@ def save(emitted: Emitted, title: str, directory: Path) -> list[Path]:
 
     Raises:
         OSError: a file cannot be written.
+        UsageError: as `check_free`.
     """
+    check_free(directory)
     _remove_old(directory)
     files = []
     for kind, source in emitted.sources.items():
