@@ -52,7 +52,7 @@ _BASES = {"cpu": "cpu_gloo", "cuda": "h100_sxm"}
 def calibrate(
     name: str, device: torch.device, base: HardwareProfile, effort: Effort, ranks_per_node: int
 ) -> HardwareProfile:
-    """Measure compute on every rank, and collectives when a process group of more than one rank is up.
+    """Measure compute on all ranks at once, and collectives when a process group of more than one rank is up.
 
     Args:
         name: Name of the new profile.
@@ -62,7 +62,7 @@ def calibrate(
         ranks_per_node: Consecutive ranks that share a node.
 
     Returns:
-        The profile. It is complete on rank 0; other ranks hold their own compute constants.
+        The profile. It is complete on rank 0; others may lack collectives of groups they are not in.
     """
     conditions = (
         f"calibrate, {datetime.date.today().isoformat()}, torch {torch.__version__}, {device_name(device)}"

@@ -1,8 +1,7 @@
 """Timing of the machine at hand: matmul rate, memory bandwidth, kernel cost, collectives.
 
 Owns the measurements only: what was timed, with which sizes, how often. Must not know profiles or fits. Every
-timing synchronises the device first, is repeated, and reports the median; a collective reports its slowest
-rank.
+timing synchronises the device first, is repeated, and reports the median of the slowest rank.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ class Effort:
         matmul_size: Side of the square matmul.
         copy_bytes: Size of the memory copy.
         payload_bytes: Full payloads of the timed collectives.
+        compute_ns: Compute is repeated for at least so long: clocks settle, and what disturbs a moment does not count.
     """
 
     repeats: int
@@ -43,20 +43,35 @@ class Effort:
     matmul_size: int
     copy_bytes: int
     payload_bytes: tuple[int, ...]
+    compute_ns: int = 0
 
 
 EFFORTS = {
-    "cpu": Effort(9, 2, 512, 1 << 26, tuple(1 << power for power in (14, 16, 18, 20, 22, 24))),
-    "cuda": Effort(20, 5, 8192, 1 << 30, tuple(1 << power for power in (16, 18, 20, 22, 24, 26, 28))),
+    "cpu": Effort(9, 2, 512, 1 << 26, tuple(1 << power for power in (14, 16, 18, 20, 22, 24)), 10**9),
+    "cuda": Effort(20, 5, 8192, 1 << 30, tuple(1 << power for power in (16, 18, 20, 22, 24, 26, 28)), 10**9),
 }
 
 
-def median_ns(call: Callable[[], object], device: torch.device, effort: Effort) -> int:
-    """Median time of ``call`` in ns, device work included; at least 1."""
+def compute_ns(call: Callable[[], object], device: torch.device, effort: Effort) -> int:
+    """Median time of ``call`` in ns on the slowest rank, while all ranks call it.
+
+    In training all ranks compute at once, and what they share is slower then: cores and caches of a host, its power.
+    """
+    if not dist.is_initialized():
+        return median_ns(call, device, effort, effort.compute_ns)
+    dist.barrier()
+    return _slowest([median_ns(call, device, effort, effort.compute_ns)], None, device)[0]
+
+
+def median_ns(
+    call: Callable[[], object], device: torch.device, effort: Effort, least_total_ns: int = 0
+) -> int:
+    """Median time of ``call`` in ns, device work included; at least 1. Repeated for ``least_total_ns`` or longer."""
     for _ in range(effort.warmups):
         call()
-    times = []
-    for _ in range(effort.repeats):
+    times: list[int] = []
+    start = time.perf_counter_ns()
+    while len(times) < effort.repeats or time.perf_counter_ns() - start < least_total_ns:
         _synchronize(device)
         begin = time.perf_counter_ns()
         call()
@@ -70,14 +85,14 @@ def matmul_rate(dtype: torch.dtype, device: torch.device, effort: Effort) -> int
     side = effort.matmul_size
     left = torch.randn(side, side, device=device).to(dtype)
     right = torch.randn(side, side, device=device).to(dtype)
-    return 2 * side**3 * 10**9 // median_ns(lambda: left @ right, device, effort)
+    return 2 * side**3 * 10**9 // compute_ns(lambda: left @ right, device, effort)
 
 
 def copy_bandwidth(device: torch.device, effort: Effort) -> int:
     """Byte/s of device memory in a large copy, read and write counted."""
     source = torch.ones(effort.copy_bytes // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * effort.copy_bytes * 10**9 // median_ns(lambda: target.copy_(source), device, effort)
+    return 2 * effort.copy_bytes * 10**9 // compute_ns(lambda: target.copy_(source), device, effort)
 
 
 def kernel_overhead_ns(device: torch.device, effort: Effort) -> int:
@@ -89,7 +104,7 @@ def kernel_overhead_ns(device: torch.device, effort: Effort) -> int:
         for _ in range(count):
             tensor.add_(1)
 
-    return median_ns(many, device, effort) // count
+    return compute_ns(many, device, effort) // count
 
 
 def collective_times(
@@ -143,7 +158,7 @@ def collective_times(
     return payloads, times, round(statistics.median(issues))
 
 
-def _slowest(values: list[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
+def _slowest(values: list[int], group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
     """The largest of each value over the ranks of a group, so that all decide alike."""
     tensor = torch.tensor(values, dtype=torch.int64, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group)

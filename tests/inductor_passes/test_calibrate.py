@@ -1,6 +1,8 @@
 """Measuring a machine, and agreeing on a profile, on real ranks."""
 
+import dataclasses
 import json
+import time
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 from inductor_passes.costs import calibrate as calibration
 from inductor_passes.costs.agree import CPU_PROFILE, agree_on_profile
 from inductor_passes.costs.collective import CollectiveModel
-from inductor_passes.costs.measure import EFFORTS, MEASURED_KINDS, Effort
+from inductor_passes.costs.measure import EFFORTS, MEASURED_KINDS, Effort, compute_ns
 from inductor_passes.costs.profiles import load_profile, parse_profile
 from inductor_passes.costs.topology import GroupTopology
 
@@ -48,6 +50,24 @@ def test_a_calibrated_profile_is_valid_and_prices_what_was_measured(workers):
         assert profile.value(name) >= (name != "intra_hop")  # a busy machine may hide what a start costs
     assert profile.constants["inter_bandwidth"].source.startswith("not measured, from h100_sxm")
     assert profile.value("ranks_per_node") == 2
+
+
+def compute_times(rank, world_size):
+    """Times of something that takes the second rank longer, and how often the first rank did it."""
+    calls = []
+
+    def call():
+        calls.append(rank)
+        time.sleep(0.02 * (1 + 4 * rank))
+
+    effort = dataclasses.replace(LITTLE, compute_ns=200 * 10**6)
+    return compute_ns(call, torch.device("cpu"), effort), len(calls)
+
+
+def test_compute_is_measured_on_all_ranks_at_once_and_the_slowest_counts(workers):
+    (first, calls), (second, _) = workers(2).run(compute_times)
+    assert first == second >= 100 * 10**6
+    assert calls > LITTLE.warmups + LITTLE.repeats, "it goes on while the other rank computes"
 
 
 def test_every_rank_gets_the_profile_of_rank_0(workers):
