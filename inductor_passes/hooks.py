@@ -117,8 +117,8 @@ class GraphHook(Hook, CustomGraphPass):
 
     def guarded(
         self, name: str, kind: str, graph: fx.Graph, apply: Callable[[Snapshot], tuple[Any, ...]]
-    ) -> None:
-        """Run a pass; when it fails, bring the graph back and note the reason."""
+    ) -> str:
+        """Run a pass; when it fails, bring the graph back and note the reason. Returns it, "" where there is none."""
         snapshot: Snapshot | None = None
         items: tuple[Any, ...] = ()
         before: tuple[str, ...] = ()
@@ -135,6 +135,7 @@ class GraphHook(Hook, CustomGraphPass):
                 snapshot.restore()
             items, after = (), before
         self.note(PassRecord(name, kind, items, before, after, failure))
+        return failure
 
 
 class JointHook(GraphHook):
@@ -191,9 +192,11 @@ class PostGradHook(GraphHook):
             if self._planned is not None:
                 self._planned(found)
 
-        self.guarded("bucket", kind, graph, lambda snapshot: bucket_pass(graph, setup, snapshot, planned))
+        failure = self.guarded(
+            "bucket", kind, graph, lambda snapshot: bucket_pass(graph, setup, snapshot, planned)
+        )
         for comparison in comparisons:
-            comparison.check(self.records[-1].failure)
+            comparison.check(failure)
 
 
 def bucket_pass(
