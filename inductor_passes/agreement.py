@@ -73,16 +73,20 @@ class Agreement:
     Args:
         kind: "forward" or "backward".
         graph: the graph.
-        setup: what the plan was made with; one without `run` is nobody else's, and nothing is compared.
+        setup: what the plan was made with; its `run` names the ranks that are compared.
         found: the graph as it was read, and its plan.
     """
 
     def __init__(self, kind: str, graph: fx.Graph, setup: Setup, found: GraphPlan) -> None:
-        self._kind, self._run = kind, setup.run
-        self._signature = _digest(_comparable(kind, graph, setup, found))
+        self._kind = kind
+        self._key = f"{_PREFIX}/{setup.run}/{_digest(_comparable(kind, graph, setup, found))}"
         self._buckets = [bucket.members for bucket in found.plan.buckets]
-        # Of each collective, the ranks that take part in it.
-        self._ranks = [_compat.group_ranks(fxg.group_of(start)) for start in found.program.starts]
+        groups = [item.key.group for item in found.program.problem.collectives]
+        ranks_of = {
+            group: _compat.group_ranks(fxg.group_of(start))
+            for group, start in dict(zip(groups, found.program.starts, strict=True)).items()
+        }
+        self._ranks = [ranks_of[group] for group in groups]  # that take part in each collective
 
     def check(self, failure: str = "") -> None:
         """Compare, if this is the first plan for these collectives.
@@ -95,13 +99,13 @@ class Agreement:
             PlansDifferError: another rank has planned the same collectives differently, and compile caches have no part
                 in it; where they may have, that is a warning.
         """
-        if not self._run or not dist.is_initialized():
+        if not dist.is_initialized():
             return
         buckets = [(number,) for number in range(len(self._ranks))] if failure else self._buckets
         for ranks in filter(lambda ranks: len(ranks) > 1, dict.fromkeys(self._ranks)):
             order = [members for members in buckets if self._ranks[members[0]] == ranks]
             mine = _Entry(dist.get_rank(), _digest(order), _compat.cache_hits() > 0)
-            key = f"{_PREFIX}/{self._run}/{self._signature}/{_digest(ranks)}"
+            key = f"{self._key}/{_digest(ranks)}"
             if _first_of(f"{key}/{mine.rank}", mine) != mine:
                 continue  # compared before, for other sizes
             first = _first_of(key, mine)
@@ -146,8 +150,7 @@ def _first_of(key: str, entry: _Entry) -> _Entry:
     """What was stored first under a key: `entry` itself where nothing was, or the store cannot be asked."""
     try:
         return _Entry.of(bytes(_compat.default_store().compare_set(key, "", entry.to_text())).decode())
-    except (
-        Exception
-    ) as error:  # a store that has ended, or that has no such operation, must not end a training
+    # A store that has ended, or that has no such operation, must not end a training.
+    except Exception as error:
         log.debug("plans cannot be compared", exc_info=error)
         return entry

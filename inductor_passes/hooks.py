@@ -188,7 +188,8 @@ class PostGradHook(GraphHook):
         comparisons: list[Agreement] = []
 
         def planned(found: GraphPlan) -> None:
-            comparisons.append(Agreement(kind, graph, setup, found))
+            if setup.run:  # other ranks plan this graph, too
+                comparisons.append(Agreement(kind, graph, setup, found))
             if self._planned is not None:
                 self._planned(found)
 

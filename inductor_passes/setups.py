@@ -36,8 +36,8 @@ class Setup:
     Args:
         config: options of the passes.
         profile: hardware profile, equal on every rank.
-        run: name under which the ranks that share it compare their plans, see `agreement`; "" compares nothing. No part
-            of what identifies a setup: other runs find what this one compiled.
+        run: name under which the ranks that share it compare their plans, see `agreement`; "" where no other rank
+            plans. No part of what identifies a setup: other runs find what this one compiled.
     """
 
     config: PassConfig

@@ -209,7 +209,7 @@ def _trace(
         capture.interruptions += [
             Interruption(RECOMPILE, place, reason) for reason, place in _compat.recompile_reasons(known)
         ]
-    if not capture.found_tags and next(slots_of(model), None) is not None:
+    if not capture.profiles and next(slots_of(model), None) is not None:
         raise RuntimeError(
             f"explain: no parameter of {type(model).__name__} was read in a compiled graph; is its forward disabled "
             "for torch.compile?"

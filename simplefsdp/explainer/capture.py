@@ -83,11 +83,10 @@ class Capture:
         graphs: facts of every graph, in order of compilation; of one without tags, that of a piece without parameters
             for one, as traced.
         runs: which of them ran, in order; a model that is called twice adds to them.
-        found_tags: whether any graph reads a sharded parameter.
         eager: forward and backward of eager mode for every joint graph, where asked for and where it can be read.
         dumps: each graph before and after each pass.
         interruptions: graph breaks, in order.
-        profiles: names of the hardware profiles that planned, each once.
+        profiles: names of the hardware profiles that planned, each once; none where no graph reads a sharded parameter.
         compiled: number of graphs Dynamo handed over.
     """
 
@@ -99,7 +98,6 @@ class Capture:
         self._joints = 0
         self._forward: dict[int, tuple[int, dict[str, Saved]]] = {}  # of each joint graph
         self._recorder = Recorder()
-        self.found_tags = False
         self._read_eager, self._keep_dumps = eager, dumps
         self.graphs: list[GraphFacts] = []
         self.eager: list[GraphFacts] = []
@@ -144,23 +142,15 @@ class Capture:
         def compile_graph(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
             if kind == "inference":
                 self._run("joint", self._joint, gm.graph)
-            joint = gm.graph.output_node().meta.get(_JOINT, -1)
-            forward = None if kind == "inference" else self._forward.get(joint)
-            saved = None
+            joint, number = gm.graph.output_node().meta.get(_JOINT, -1), len(self.graphs)
             if kind == "backward":
-                saved = _starts_of(gm.graph) | ({} if forward is None else forward[1])
-            elif kind == "forward":
-                self._forward[joint] = len(self.graphs), saved_values(gm.graph)
-            number = len(self.graphs)
-            self._plan(kind, gm.graph, saved)
-
-            def ran() -> None:
-                if kind == "backward":
-                    self._recorder.backward(number, None if forward is None else forward[0])
-                else:
-                    self._recorder.forward(number)
-
-            return _without_computing(gm, ran)
+                forward, made = self._forward.get(joint, (None, {}))
+                self._plan(kind, gm.graph, _starts_of(gm.graph) | made)
+                return _without_computing(gm, lambda: self._recorder.backward(number, forward))
+            if kind == "forward":
+                self._forward[joint] = number, saved_values(gm.graph)
+            self._plan(kind, gm.graph, None)
+            return _without_computing(gm, lambda: self._recorder.forward(number))
 
         return compile_graph
 
@@ -170,7 +160,6 @@ class Capture:
         if setup is None:  # nothing in it asks for passes: it takes its time, and its collectives stay
             self.graphs.append(_as_traced(kind, graph, self._setups[-1], saved))
             return
-        self.found_tags = True
         self.profiles[setup.profile.name] = None
         if not self._keep_dumps:  # what the pass would make of the graph nobody sees, and nothing runs it
             self.graphs.append(_facts(kind, graph, plan_graph(graph, setup), saved))

@@ -26,7 +26,7 @@ from inductor_passes.plan import Role
 from inductor_passes.planners import plan_collectives
 from inductor_passes.program import make_problem, role_of
 from inductor_passes.windows import Window
-from simplefsdp.explainer.facts import BEFORE, GraphFacts, Memory, Region, Traffic, Value
+from simplefsdp.explainer.facts import BEFORE, GraphFacts, Memory, Region, Traffic, Value, last_use_of_sent
 from simplefsdp.explainer.read import kept_share, memory_owners, region_of_kernel
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class _Reader:
         tensors = self._tensors(kind, {memory for _, memory in ready.values()}, regions)
         number_of = {memory: number for number, (memory, value) in enumerate(tensors) if value.born != BEFORE}
         last_use = {start: last for start, (_, last) in used.items()}
-        last_use |= {before: max(0, min(ready[start][0], end - 1)) for start, before in sent_on.items()}
+        last_use |= {before: last_use_of_sent(ready[start][0], end) for start, before in sent_on.items()}
         traffic = tuple(
             Traffic(
                 sent_bytes=work.moved_bytes([fxg.input_of(start)], self._nominal),

@@ -85,6 +85,16 @@ class Traffic:
     kept_share: float = 1.0
 
 
+def last_use_of_sent(issue_slot: int, regions: int) -> int:
+    """`Traffic.last_use` of a result that only goes into another reduction (HSDP): it does not outlive the graph.
+
+    Args:
+        issue_slot: first slot in which that one may start.
+        regions: how many the graph has.
+    """
+    return max(0, min(issue_slot, regions - 1))
+
+
 @dataclasses.dataclass(frozen=True)
 class GraphFacts:
     """One compiled graph: what is in it, and what the passes decided.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from inductor_passes import graph as fxg
 from inductor_passes import work
 from inductor_passes.plan import Role
-from simplefsdp.explainer.facts import BEFORE, Memory, Region, Traffic, Value
+from simplefsdp.explainer.facts import BEFORE, Memory, Region, Traffic, Value, last_use_of_sent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -95,9 +95,8 @@ def read_contents(graph: fx.Graph, program: Program, saved: Mapping[str, Saved] 
     for number, start in enumerate(program.starts):
         wait = _sent_wait(start, region_of)
         if wait is not None:
-            forwarded[wait] = max(
-                0, min(program.problem.collectives[number].earliest_issue, len(regions) - 1)
-            )
+            issue = program.problem.collectives[number].earliest_issue
+            forwarded[wait] = last_use_of_sent(issue, len(regions))
     traffic = []
     for number, (start, wait) in enumerate(zip(program.starts, program.waits, strict=True)):
         source, _ = _source(start, region_of, memory_of)

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from simplefsdp.explainer.facts import Memory
 from simplefsdp.explainer.schedule import Timeline
 
+_NOTHING = (0,) * len(Memory)
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -68,10 +70,12 @@ def once_each(kinds: Iterable[str]) -> tuple[Run, ...]:
 
 
 def uses_that_stay(timeline: Timeline) -> frozenset[Memory]:
-    """What of the tensors a backward ends with stays until the step is over: gradients of parameters.
+    """What of the tensors a graph ends with stays until the step is over: of a backward, gradients of parameters.
 
     Where nothing is reduced they cannot be told from the gradients that the next backward starts from: all stay.
     """
+    if timeline.kind != "backward":
+        return frozenset()
     reduces = any(item.use is Memory.GRADIENTS for item in timeline.holdings)
     return frozenset([Memory.GRADIENTS] if reduces else Memory)
 
@@ -88,7 +92,7 @@ def held_by_others(timelines: Sequence[Timeline], runs: Sequence[Run]) -> list[t
     """
     awaited = {run.forward for run in runs}
     saved: dict[int, tuple[int, ...]] = {}
-    passing = held = (0,) * len(Memory)
+    passing = held = _NOTHING
     out = []
     for number, run in enumerate(runs):
         timeline = timelines[run.graph]
@@ -96,7 +100,7 @@ def held_by_others(timelines: Sequence[Timeline], runs: Sequence[Run]) -> list[t
             held = _minus(held, saved.pop(run.forward))
         out.append(_plus(held, passing))
         left = timeline.memory[-1].by_use
-        passing = (0,) * len(Memory)
+        passing = _NOTHING
         if timeline.kind == "backward":
             stays = uses_that_stay(timeline)
             held = _plus(held, [size if use in stays else 0 for use, size in zip(Memory, left, strict=True)])
@@ -114,7 +118,7 @@ def peak_by_use(timelines: Sequence[Timeline], runs: Sequence[Run]) -> tuple[int
         _plus(others, timelines[run.graph].peak.by_use)
         for run, others in zip(runs, held_by_others(timelines, runs), strict=True)
     ]
-    return max(moments, key=sum, default=(0,) * len(Memory))
+    return max(moments, key=sum, default=_NOTHING)
 
 
 def _plus(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:

@@ -135,7 +135,7 @@ def _script(
 
     What outlives a forward goes on as what was there before its backward; what that does not take over goes when it
     begins. A backward hands the gradients it ends with to the next, and leaves those of parameters until the step is
-    over. What a graph without backward makes goes after the next run.
+    over. What a graph without backward makes goes when the next run begins.
     """
     sizes: list[int] = []
     streams: list[Stream] = []
@@ -168,7 +168,7 @@ def _script(
         changes += [change for _, _, change in timed]
         ending = {}
         out = saved.setdefault(number, {}) if number in awaited else ending
-        stays = uses_that_stay(timeline) if timeline.kind == "backward" else ()
+        stays = uses_that_stay(timeline)
         for at, holding in sorted(enumerate(timeline.holdings), key=lambda item: item[1].begin):
             if holding.end >= timeline.nodes and holding.use not in stays:
                 out.setdefault((holding.use, holding.size_bytes), []).append(tensor_of[at])

@@ -25,7 +25,7 @@ from inductor_passes.costs.profiles import HardwareProfile
 from inductor_passes.costs.topology import GroupTopology, mesh_topology
 from inductor_passes.plan import Collective, GroupKey, PlanningProblem, Role
 from inductor_passes.planners import plan_collectives
-from simplefsdp.explainer.facts import GraphFacts, Traffic
+from simplefsdp.explainer.facts import GraphFacts, Traffic, last_use_of_sent
 
 SHARD_GROUP, REPLICA_GROUP = "group0", "group1"
 """Labels of the two groups of a step: they are numbered as they first communicate."""
@@ -142,7 +142,7 @@ class _Sharing:
             sent, received = (share, size) if item.role is Role.GATHER else (size, share)
         goes_on = self._new.is_hybrid and item.key.kind == "reduce_scatter"
         end = len(self._facts.regions)
-        sent_on = max(0, min(item.earliest_issue, end - 1))
+        sent_on = last_use_of_sent(item.earliest_issue, end)
         last_use = held.last_use if item.role is Role.GATHER else (sent_on if goes_on else end)
         share_kept = self._kept_share(number)
         self._number[number] = len(self.items)

@@ -284,21 +284,20 @@ def ways_text(series: Mapping[str, Sequence[ScalePoint]], memory_bytes: int | No
     Returns:
         A table in ms. A star marks the fastest that fits, brackets what does not fit.
     """
-    at = {(name, point.load.world.devices): point for name, points in series.items() for point in points}
+    columns = [{point.load.world.devices: point for point in points} for points in series.values()]
     rows = []
-    for devices in sorted({devices for _, devices in at}):
-        here = {name: at[name, devices] for name in series if (name, devices) in at}
-        fitting = {
-            name: point.step_ns for name, point in here.items() if point.fit(memory_bytes) in ("yes", "?")
-        }
-        best = min(fitting, key=fitting.__getitem__, default=None)
-        cells = []
-        for name in series:
-            if name not in here:
-                cells.append("")
-                continue
-            text = f"{here[name].step_ns / 1e6:.1f}"
-            fits = here[name].fit(memory_bytes) != "no"
-            cells.append(f"{text}{'*' if name == best else ' '}" if fits else f"({text})")
-        rows.append((f"{devices}", *cells))
+    for devices in sorted(set().union(*columns)):
+        here = [column.get(devices) for column in columns]
+        fitting = [point for point in here if point and point.fit(memory_bytes) in ("yes", "?")]
+        best = min(fitting, key=lambda point: point.step_ns, default=None)
+        rows.append((f"{devices}", *(_way_cell(point, point is best, memory_bytes) for point in here)))
     return table(("devices", *(name.removeprefix("sharded ") for name in series)), rows)
+
+
+def _way_cell(point: ScalePoint | None, is_best: bool, memory_bytes: int | None) -> str:
+    if point is None:
+        return ""
+    text = f"{point.step_ns / 1e6:.1f}"
+    if point.fit(memory_bytes) == "no":
+        return f"({text})"
+    return f"{text}{'*' if is_best else ' '}"

@@ -38,18 +38,18 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def train(rank, world_size, rows, config=None, dynamic=None, explained=0):
+def train(rank, world_size, rows, config=None, dynamic=None, explained=(0, 0)):
     """Losses of some steps.
 
     Args:
         rows: of each step, the rows of each rank's input.
         config: of the passes.
-        explained: rows of an input for which the first rank, alone, asks what the passes do.
+        explained: of each rank, rows of an input for which it asks what the passes do; 0 asks nothing.
     """
     torch.compiler.reset()
     model = simple_fsdp(Net(), passes=config or PassConfig())
-    if explained and rank == 0:
-        simplefsdp.explain(model, torch.ones(explained, WIDTH))
+    if explained[rank]:
+        simplefsdp.explain(model, torch.ones(explained[rank], WIDTH))
     compiled = torch.compile(model, backend=aot_eager_backend(config), dynamic=dynamic)
     losses = []
     for step in rows:
@@ -74,9 +74,20 @@ def test_plans_that_differ_end_the_run_with_a_way_out(workers):
         ([(SMALL, LARGE)] * 2, None, (True,)),
         ([(SMALL, LARGE)], PassConfig(planner="block", blocks=("layers.*",)), ()),
         ([(SMALL, SMALL), (LARGE, LARGE)], None, (False,)),
-        ([(SMALL, SMALL)], None, (None, LARGE)),
+        (
+            [(SMALL, SMALL)],
+            None,
+            (None, (SMALL, LARGE)),
+        ),  # first: what a rank has stored is not compared again
+        ([(SMALL, SMALL)], None, (None, (LARGE, 0))),
     ],
-    ids=["symbolic sizes", "one bucket per block", "all ranks change together", "one rank explains"],
+    ids=[
+        "symbolic sizes",
+        "one bucket per block",
+        "all ranks change together",
+        "both explain",
+        "one rank explains",
+    ],
 )
 def test_ranks_that_start_equal_collectives_are_left_alone(workers, rows, config, more):
     first, second = workers(2).run(train, rows, config, *more)
@@ -102,13 +113,20 @@ class Ranks:
     def plan(self, rank, buckets, *, run="run", outputs=1, failure="", groups=None, size=4, hits=0):
         """One rank plans three gathers; `groups` are the ranks of each."""
         self.rank, self.hits = rank, hits
-        key = GroupKey("all_gather", "group0", "float32")
-        item = SimpleNamespace(name="w", key=key, role=Role.GATHER, size_bytes=size)
+        starts = groups or [(0, 1)] * 3
+        labels = list(dict.fromkeys(starts))
+        items = [
+            SimpleNamespace(
+                name="w",
+                key=GroupKey("all_gather", f"group{labels.index(start)}", "float32"),
+                role=Role.GATHER,
+                size_bytes=size,
+            )
+            for start in starts
+        ]
         found = SimpleNamespace(
             plan=SimpleNamespace(buckets=[SimpleNamespace(members=members) for members in buckets]),
-            program=SimpleNamespace(
-                starts=groups or [(0, 1)] * 3, problem=SimpleNamespace(collectives=[item] * 3)
-            ),
+            program=SimpleNamespace(starts=starts, problem=SimpleNamespace(collectives=items)),
         )
         graph = SimpleNamespace(output_node=lambda: SimpleNamespace(all_input_nodes=[None] * outputs))
         setup = Setup(PassConfig(), load_profile("h100_sxm"), run)
